@@ -42,7 +42,7 @@ help:
 	@echo "make bench-onnx-ad   compare gradients of ONNX models with onnx-ad 0.3.0, and write its table (ten minutes)"
 	@echo "make compare-tools   find out again what docs/comparison.md says of other tools"
 	@echo "make bench-memory   measure steps within memory budgets, and write the table of docs/training.md (five minutes)"
-	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves (eight minutes)"
+	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves, and write the table of docs/cost-model.md (eight minutes)"
 	@echo "make bench-pointwise   measure what one pass over elementwise nodes could save in training steps (five minutes)"
 	@echo "make bench-export   export the models of docs/export.md, and write its tables (four minutes)"
 	@echo "make bench-head   measure a linear layer and cross entropy beside PyTorch, with memory (ten minutes)"
@@ -223,7 +223,7 @@ bench-head: $(INSTALLED)
 	$(BIN)/python benchmarks/head.py $(BENCH_ARGS)
 
 bench-payoff: $(INSTALLED)
-	$(BIN)/python benchmarks/payoff.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/payoff.py --page docs/cost-model.md $(BENCH_ARGS)
 
 bench-memory: $(INSTALLED)
 	$(BIN)/python benchmarks/memory_budget.py --page docs/training.md

@@ -4,10 +4,10 @@
 
 One step is the output of attention and the gradients of queries, keys and values for a gradient of the output. Ours are
 ScaledDotProductAttention and its backward pass in onnxruntime; PyTorch's are F.scaled_dot_product_attention, which is a
-flash kernel where the case allows it, and autograd. Today's way in onnxruntime is MatMul, Softmax and MatMul, and for
-the gradients four MatMul and ScaledMaskedSoftmaxBackward; it has no dropout here, which would only add to it. All take
-turns in one process, with threads that wait without spinning; times are medians, and ratios medians of the ratios of
-each turn. Memory is what a process of its own grows by in a step, beyond inputs and results.
+flash kernel where the case allows it, and autograd. The usual way in onnxruntime is MatMul, Softmax and MatMul, and for
+the gradients four MatMul and ScaledMaskedSoftmaxBackward; it has no dropout here, which would only add to it. All run
+alternately in one process, with threads that wait without spinning; times are medians, and ratios medians of the ratios
+of each round. Memory is how much a process of its own grows in a step, beyond inputs and results.
 
 Writes FOLDER/attention.md; a choice of cases, and --short, which takes a minute, only print.
 
@@ -253,7 +253,7 @@ def call_of(
 
 
 def agree(case: Case, variants: Sequence[str], threads: int) -> None:
-    """Raise AssertionError where results are further apart than float32 explains."""
+    """Raise AssertionError if results are further apart than float32 rounding explains."""
     inputs = inputs_of(case)
     found: dict[str, Sequence[Tensor]] = {}
     for name in variants:
@@ -267,7 +267,7 @@ def agree(case: Case, variants: Sequence[str], threads: int) -> None:
 
 
 def in_turns(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """The milliseconds of each one, turn by turn."""
+    """The milliseconds of each one, round by round."""
     found: list[list[float]] = [[] for _ in calls]
     for turn in range(rounds + 1):
         for place, one in enumerate(calls):
@@ -280,7 +280,7 @@ def in_turns(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[fl
 
 
 def growth_of(variant: str, case: Case, threads: int) -> float:
-    """MiB that a process of its own grows by in a step, beyond inputs and results."""
+    """MiB by which a process of its own grows in a step, beyond inputs and results."""
     program = [sys.executable, __file__, "--growth", f"{variant}:{CASES.index(case)}", "--threads", str(threads)]
     return float(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
 

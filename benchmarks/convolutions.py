@@ -3,7 +3,7 @@
     python benchmarks/convolutions.py [--only PATTERN] [--threads 1,2] [--rounds N] [--out FOLDER]
 
 The output and the gradients of input and of weight are computed apart, the output also by onnxruntime's Conv, of a
-weight that is no constant. All take turns in one process, with threads that wait without spinning, and times are
+weight that is no constant. All run alternately in one process, with threads that wait without spinning, and times are
 medians. Writes FOLDER/convolutions.md; a choice of layers is only printed.
 """
 

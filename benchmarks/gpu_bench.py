@@ -2,8 +2,8 @@
 
     gpu_bench.py [--simt] [--only OP] [--repeats N] [--output FILE]
 
-Times are medians over CUDA events; data that would fit into the GPU's cache comes in several copies, which take turns.
-The roof is a copy of as many bytes as the op must move at least, measured beside it. With a PyTorch that has CUDA its
+Times are medians over CUDA events; data that would fit into the GPU's cache comes in several copies, used alternately.
+The roof is a copy of as many bytes as the op must at least move, measured beside it. With a PyTorch that has CUDA its
 own operators run on the same shapes, eager and compiled. Results go to benchmarks/results/. With --simt everything runs
 on the host machine of the tests, at tiny sizes: to test this program, not to measure anything.
 """

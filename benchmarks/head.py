@@ -3,8 +3,8 @@
     python benchmarks/head.py [--quick] [--threads N] [--rounds N] [--out FOLDER]
     python benchmarks/head.py memory VARIANT ROWS FEATURES CLASSES
 
-LinearCrossEntropy stands beside the nodes that a step has without it (`MatMul`, `LogSoftmax`, CrossEntropyLossGrad and
-two `MatMul`), PyTorch's `F.cross_entropy(F.linear(...))`, the same by torch.compile, and its chunked
+LinearCrossEntropy is compared with the nodes that a step has without it (`MatMul`, `LogSoftmax`, CrossEntropyLossGrad
+and two `MatMul`), PyTorch's `F.cross_entropy(F.linear(...))`, the same by torch.compile, and its chunked
 `F.linear_cross_entropy`. All take turns in one process; times are medians of ratios. Memory is by how much a process of
 its own grows in a call, beyond inputs, loss and gradients. Writes FOLDER/head.md; with --quick a few sizes are printed.
 

@@ -4,7 +4,7 @@
 
 Each step is exported with SGD, saved, and given less and less memory by `RecomputePass`. What a process grows by is
 measured by step_memory.py in a process of its own, and what a budget saves is the difference to the growth without.
-Times are those of steps in turn with the step without a budget.
+Steps with and without a budget are timed alternately.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def slower(
     inputs: tuple[np.ndarray, ...],
     targets: tuple[np.ndarray, ...],
 ) -> float:
-    """The median of the times of one by the other's, in turn."""
+    """The median ratio of the times of the two, run alternately."""
     ratios = []
     for _ in range(6):
         times = []

@@ -1,16 +1,17 @@
-"""Measures the operators on the CPU, beside what else computes the same: `make bench`.
+"""Measures the operators on the CPU, beside other implementations: `make bench`.
 
     python benchmarks/ops.py [--full] [--out FOLDER] [--only PATTERN] [--threads 1,2] [--no-compile]
 
-Variants of a work take turns in one process, with threads that wait without spinning, and times are medians. Each is
-compared with float64 first; one that is wrong is named so. Tensors that would fit the last cache, but not the second
+Variants of a work run alternately in one process, with threads that wait without spinning, and times are medians. Each
+is first compared with float64; wrong ones are marked. Tensors that would fit the last cache, but not the second
 level's, come in several copies. The roof is the time of a copy of as many bytes as the operator must read and write at
 least, with the same number of threads, by ordinary or by streaming stores, whichever is faster; beside it stands
 traffic of the operator's own shape (`traffic.cc`), as a sum reads and hardly writes.
 
 The C API has one pool of threads in a process, of as many as there are cores: it is measured where those are asked for.
 
-Writes FOLDER/ops.json, ops.md and ops.svg; a choice of rows is printed, and written only where --out says so.
+Writes ops.json, ops.md and ops.svg to FOLDER, for all rows build/benchmarks if not given; a choice of rows is printed,
+and written only where --out says so. The documentation links benchmarks/results/ops.md, a copy of the table.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Row:
     threads: int
     bytes: int
     copy_ms: float
-    """The roof: of a copy of so many bytes."""
+    """The roof: the time of a copy of this many bytes."""
     traffic_ms: float
     """Of as many bytes in the operator's proportion of reading and writing."""
     times: dict[str, Time] = field(default_factory=dict)
@@ -102,10 +103,10 @@ def main() -> None:
     parser.add_argument("--only", default="*", metavar="PATTERN", help="works, as in 'CrossEntropy*/M/*'")
     parser.add_argument("--threads", help="numbers of threads, by commas; S: 1, others: 2 if not given")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes seconds a work")
-    parser.add_argument("--out", type=Path, help="where results go; for all rows benchmarks/results if not given")
+    parser.add_argument("--out", type=Path, help="where results go; for all rows build/benchmarks if not given")
     options = parser.parse_args()
     chooses = options.only != "*" or options.threads is not None or options.no_compile
-    out = options.out or (None if chooses else ROOT / "benchmarks" / "results")
+    out = options.out or (None if chooses else ROOT / "build" / "benchmarks")
     every = options.full or options.only != "*"
     chosen = [w for w in works(full=every) if fnmatch.fnmatch(w.name, options.only)]
     if not chosen:
@@ -308,7 +309,7 @@ def measure(work: Work, threads: int, traffic: Traffic, *, compiled: bool) -> Ro
 
 
 def _terms(work: Work, inputs: Inputs) -> float | None:
-    """The magnitude of what sums add up."""
+    """The magnitude of the summands."""
     if work.operator == "CtcLossBackward":
         # Sums of log-probabilities as large as this, rounded at each step, of which differences are taken.
         return 4 * float(inputs["neg_log_likelihood"].max())
@@ -341,7 +342,7 @@ def in_turns(calls: dict[str, list[Call]], rounds: int) -> dict[str, Time]:
         for place, (name, own) in enumerate(calls.items()):
             if k >= 3 and spent[name] > PATIENCE:
                 continue
-            # Nobody gets tensors that the one before has just brought into a cache.
+            # No variant gets tensors that the previous one has just brought into a cache.
             call = own[(k + place) % len(own)]
             if repeats[name] > 1:
                 call()  # So that what fits a cache is there for each, and not for those only who come after another.

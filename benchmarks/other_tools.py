@@ -1,6 +1,6 @@
-"""Find out what docs/comparison.md says of other tools, by running them.
+"""Check what docs/comparison.md says about other tools, by running them.
 
-`make compare-tools` creates an environment with the versions that the page names, and runs this. It prints a line a
+`make compare-tools` creates an environment with the versions that the page names, and runs this. It prints one line per
 fact, and fails if one is not as the page says.
 """
 

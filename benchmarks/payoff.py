@@ -1,4 +1,4 @@
-"""Does a fusion pay? The prediction that decides, beside the time that onnxruntime takes, for every corpus family.
+"""Does a fusion pay? The predicted and the measured time in onnxruntime, for every corpus family.
 
 A family is an operator in the graphs of one producer. Of each family, a static, a dynamic and a float16 graph is taken
 where there are such; the subgraph that the fusion replaces is cut out and enlarged (`regions.py`), fused with policy
@@ -6,9 +6,10 @@ where there are such; the subgraph that the fusion replaces is cut out and enlar
 
 Operators of whole training steps are measured in steps of one layer (`layers.py`), in several sizes.
 
-    python benchmarks/payoff.py [--quick] [--only PATTERN] [--out FOLDER]
+    python benchmarks/payoff.py [--quick] [--only PATTERN] [--out FOLDER] [--page docs/cost-model.md]
 
-Writes FOLDER/payoff.json, payoff.md and payoff.svg.
+Writes payoff.json, payoff.md with all rows and payoff.svg to FOLDER, which is build/benchmarks if not given, and the
+medians of each operator to the page, between its marks.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ PRODUCERS = ("torch_makefx", "torch_export_fb", "torch_aot", "torch_ops", "jax2o
 SIZES = {"S": 2**14, "M": 2**21, "L": 2**24}  # elements of the largest tensor: 64 KiB, 8 MiB, 64 MiB in float32
 REPEATS = {"S": 300, "M": 15, "L": 5}
 NOISE = 0.05
-"""What a time may differ by without saying anything."""
+"""Differences in time below this are noise."""
+START, END = "<!-- payoff -->", "<!-- end of payoff -->"
 
 
 @dataclass
@@ -298,14 +300,14 @@ def candidates(operator: str, producer: str) -> dict[str, list[Case]]:
     for chosen in found.values():
         chosen.sort(key=lambda c: next((k for k, p in enumerate(plain) if c.name.startswith(p)), len(plain)))
     if operator == "GroupedBiasAddGrad":
-        # Two subgraphs that have nothing in common, rows with and without an index.
+        # Two subgraphs that have nothing in common: rows with and without an index.
         found["three-dimensional"] = [c for c in found["static"] if c.name.startswith("gba_3d")]
         found["static"] = [c for c in found["static"] if not c.name.startswith("gba_3d")]
     return found
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[Row | dict[str, str]]:
-    """Every row in turn, or why there is none."""
+    """Each row, or why there is none."""
     sizes = ["S", "M"] if arguments.quick else list(SIZES)
     for operator in OPERATORS:
         for producer in PRODUCERS:
@@ -423,7 +425,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="sizes S and M only")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cases, as in torch_aot/ce_*")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks", metavar="FOLDER")
+    parser.add_argument("--page", type=Path, help="the page to write the medians to")
     arguments = parser.parse_args()
     found: list[Row] = []
     missing: list[dict[str, str]] = []
@@ -445,6 +448,11 @@ def main() -> None:
     (arguments.out / "payoff.json").write_text(json.dumps(document, indent=1) + "\n")
     (arguments.out / "payoff.md").write_text(table(found, missing, document["assumed_dimensions"]))
     plot(found, arguments.out / "payoff.svg")
+    if arguments.page is not None:
+        before, _, rest = arguments.page.read_text(encoding="utf-8").partition(START)
+        after = rest.partition(END)[2]
+        text = medians(found) + "\n" + of_assumptions(document["assumed_dimensions"])
+        arguments.page.write_text(f"{before}{START}\n{text}\n{END}{after}", encoding="utf-8")
     wrong = [r for r in found if not r.right]
     print(f"{len(found)} rows; the policy decided right in {len(found) - len(wrong)}")
 
@@ -462,11 +470,42 @@ def table(found: list[Row], missing: list[dict[str, str]], assumed: Any) -> str:
         name = f"{row.producer}/{row.case}"
         nodes = f"{row.nodes[0]} to {row.nodes[1]}"
         text.append(f"| {' | '.join([name, row.size, nodes, traffic, f'{row.predicted:.2f}', *cells, decision])} |")
-    text += ["", "| symbolic dimension taken as | dynamic graphs | matches taken | left |", "|---|---|---|---|"]
-    text += [f"| {a['assumed']} | {a['graphs']} | {a['taken']} | {a['refused']} |" for a in assumed]
+    text += ["", *of_assumptions(assumed).splitlines()]
     if missing:
         text += ["", "Not covered:", ""] + [f"- {m['case']} ({m['operator']}): {m['reason']}" for m in missing]
     return "\n".join(text) + "\n"
+
+
+def of_assumptions(assumed: list[dict[str, int]]) -> str:
+    """Table of what is taken for several assumed sizes of symbolic dimensions."""
+    text = ["| symbolic dimension taken as | dynamic graphs | matches taken | left |", "|---|---|---|---|"]
+    text += [f"| {a['assumed']} | {a['graphs']} | {a['taken']} | {a['refused']} |" for a in assumed]
+    return "\n".join(text) + "\n"
+
+
+def medians(found: list[Row]) -> str:
+    """Table of what each operator gains where it is taken, and the share of that in what was predicted."""
+    sizes = ", ".join(SIZES)
+    text = [
+        f"| operator | rows | decided right | taken | times as fast: {sizes} | measured over predicted: {sizes} |",
+        "|---|---:|---:|---:|---|---|",
+    ]
+    for operator in dict.fromkeys(row.operator for row in found):
+        own = [row for row in found if row.operator == operator]
+        taken = [row for row in own if row.taken]
+        by_size = [[row for row in taken if row.size == size] for size in SIZES]
+        cells = [
+            *map(str, (len(own), sum(row.right for row in own), len(taken))),
+            ", ".join(_median(row.measured for row in chosen) for chosen in by_size),
+            ", ".join(_median(row.measured / row.predicted for row in chosen) for chosen in by_size),
+        ]
+        text.append(f"| `{operator}` | {' | '.join(cells)} |")
+    return "\n".join(text) + "\n"
+
+
+def _median(values: Iterator[float]) -> str:
+    known = list(values)
+    return f"{statistics.median(known):.2f}" if known else "-"
 
 
 def plot(found: list[Row], path: Path) -> None:

@@ -93,7 +93,7 @@ def _qwen2() -> Made:
 
 
 def _language_model(module: Any) -> Made:
-    """256 tokens, of which each position foretells the next."""
+    """256 tokens; each position predicts the next."""
     import torch
     import torch.nn.functional as F
 

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _one(name: str, way: str, folder: str) -> Row:
-    """Do it, in this process, and return the seconds that it took, and what else there is to say."""
+    """Do it in this process, and return the seconds that it took, and further results."""
     import torch
 
     import gradfuse

@@ -144,7 +144,7 @@ def extract(model: onnx.ModelProto, feeds: Mapping[str, Array], replaced: Iterab
 
 
 class _Dims:
-    """Which new dimension each old one has."""
+    """The new dimension for each old one."""
 
     def __init__(self, region: Region, composites: Mapping[int, tuple[int, ...]]) -> None:
         self.region = region
@@ -162,7 +162,7 @@ class _Dims:
 
 
 def enlarge(region: Region, largest: str, elements: int, keep: Iterable[int] = ()) -> tuple[Region, dict[int, int]]:
-    """The region with its value `largest` brought to about so many elements, and the new dimension of each old one.
+    """The region with its value `largest` scaled to about `elements` elements, and the new dimension of each old one.
 
     Dimensions grow by whole factors, those of the last two axes of a value of rank 3 or more to 1024 at most.
 

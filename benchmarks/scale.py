@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--nodes 1000,10000] [--json FILE] [--plot FILE] [--page FILE]
 
-Models are stacked from training graphs of tests/corpus, with values and nodes renamed apart. Each is fused by the
+Models are stacked from training graphs of tests/corpus, with unique names. Each is fused by the
 command line in a process of its own, from the start of Python to the written file; memory is the peak resident size of
 that process and its children. Times are the best of --runs.
 """

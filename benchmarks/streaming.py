@@ -53,7 +53,8 @@ def main() -> None:
 
 
 def measure(size: int, dtype: str) -> list[tuple[float, float]]:
-    """Milliseconds of the operator and its reader: same tensors, ordinary and streaming; sets in turn, likewise."""
+    """Milliseconds of the operator and its reader: same tensors, ordinary and streaming; three sets cyclically,
+    likewise."""
     width = 4 if dtype == "float32" else 2
     work = cross_entropy("", "", dtype, (size // (2 * width * CLASSES), CLASSES))
     inputs = [work.inputs() for _ in range(SETS)]

@@ -187,7 +187,9 @@ ATTRIBUTES = (
     Attribute("beta2", 0.999, "Weight of exp_avg_sq, in [0, 1), to seven decimals."),
     Attribute("epsilon", 1e-8, "Added to the denominator, 0 or more."),
     Attribute("weight_decay", 0.01, "Weight decay, 0 or more."),
-    Attribute("decoupled_weight_decay", 1, "1: weight decay as AdamW's; 0: added to the gradient, as Adam's."),
+    Attribute(
+        "decoupled_weight_decay", 1, "1: weight decay as AdamW's; 0: added to the gradient, as Adam's.", flag=True
+    ),
 )
 """The attributes of all updates by Adam."""
 SAMPLES: Sequence[Mapping[str, Value]] = (
@@ -228,15 +230,7 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor parameter, Tensor gradient, Tensor exp_avg, Tensor exp_avg_sq, Tensor learning_rate, Tensor step, "
-            "Tensor? gradient_scale=None, float beta1=0.9, float beta2=0.999, float epsilon=1e-8, "
-            "float weight_decay=0.01, bool decoupled_weight_decay=True) -> "
-            "(Tensor new_parameter, Tensor new_exp_avg, Tensor new_exp_avg_sq)"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
     samples=(
         *SAMPLES,
         {"beta1": 0.5},

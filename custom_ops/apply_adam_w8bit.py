@@ -221,15 +221,6 @@ OPERATOR = Operator(
     infer=_infer,
     choices=adam.decay_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor parameter, Tensor gradient, Tensor exp_avg, Tensor exp_avg_sq, Tensor exp_avg_scale, "
-            "Tensor exp_avg_sq_scale, Tensor learning_rate, Tensor step, Tensor? gradient_scale=None, "
-            "float beta1=0.9, float beta2=0.999, float epsilon=1e-8, float weight_decay=0.01, "
-            "bool decoupled_weight_decay=True) -> (Tensor new_parameter, Tensor new_exp_avg, Tensor new_exp_avg_sq, "
-            "Tensor new_exp_avg_scale, Tensor new_exp_avg_sq_scale)"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
     samples=adam.SAMPLES,
 )

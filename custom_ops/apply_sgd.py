@@ -141,20 +141,13 @@ OPERATOR = Operator(
     attributes=(
         Attribute("momentum", 0.0, "Weight of momentum_buffer, 0 or more."),
         Attribute("weight_decay", 0.0, "What of parameter is added to the gradient, 0 or more."),
-        Attribute("nesterov", 0, "1: Nesterov's momentum."),
+        Attribute("nesterov", 0, "1: Nesterov's momentum.", flag=True),
     ),
     constraints={"T": FLOAT_TYPES, "F": ("tensor(float)",)},
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor parameter, Tensor gradient, Tensor learning_rate, Tensor? momentum_buffer=None, "
-            "Tensor? gradient_scale=None, float momentum=0.0, float weight_decay=0.0, bool nesterov=False) -> "
-            "(Tensor new_parameter, Tensor new_momentum_buffer)"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
     samples=(
         {},
         {"weight_decay": 0.25},

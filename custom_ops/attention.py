@@ -62,12 +62,6 @@ ATTRIBUTES = (
     ),
     Attribute("draw", 0, "Number of the draw of random bits in a step, as gradfuse's exported steps count them."),
 )
-SIGNATURE = (
-    "Tensor? attn_mask=None, Tensor? seed=None, Tensor? drawn=None, float scale=0.0, int causal=0, "
-    "int dropout_threshold=0, int draw=0"
-)
-"""The optional inputs and the attributes as torch writes them."""
-
 CAUSAL = (0, 1, 2)
 MOST_WITH_DIGITS = (2.0**13, 2.0**42)
 """Up to here neighbouring numbers are at most 1 / 1024 apart: in float, and in double."""

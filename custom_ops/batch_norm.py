@@ -162,18 +162,11 @@ OPERATOR = Operator(
     attributes=(
         Attribute("momentum", 0.1, "Weight of the batch in the running statistics, 0 to 1."),
         Attribute("eps", 1e-5, "Added to the variance, 0 or more."),
-        Attribute("relu", 0, "1: the result is at least 0."),
+        Attribute("relu", 0, "1: the result is at least 0.", flag=True),
     ),
     constraints={"T": FLOAT_TYPES},
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor input, Tensor? weight=None, Tensor? bias=None, Tensor? running_mean=None, "
-            "Tensor? running_var=None, float momentum=0.1, float eps=1e-05, bool relu=False) -> "
-            "(Tensor output, Tensor save_mean, Tensor save_invstd, Tensor new_running_mean, Tensor new_running_var)"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
 )

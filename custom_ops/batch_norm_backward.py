@@ -10,7 +10,6 @@ from onnx import TensorProto
 from gradfuse.custom_ops.operator import (
     Attribute,
     Call,
-    Dim,
     Input,
     Operator,
     Output,
@@ -18,7 +17,6 @@ from gradfuse.custom_ops.operator import (
     Tensor,
     TorchOp,
     Variant,
-    show,
 )
 
 if TYPE_CHECKING:
@@ -32,25 +30,14 @@ _OF_CHANNELS = ("weight", "save_mean", "save_invstd")
 def _whole_shape(call: Call) -> Shape:
     """The shape of input, from all tensors that have it."""
     known = {name: call.inputs[name].shape for name in _WHOLE if name in call.inputs}
-    found: tuple[Dim, ...] | None = None
-    first = ""
     for name, shape in known.items():
-        if shape is None:
-            continue
-        if not 2 <= len(shape) <= MAX_RANK:
+        if shape is not None and not 2 <= len(shape) <= MAX_RANK:
             raise call.error(name, f"of rank {len(shape)}", f"rank 2 to {MAX_RANK}: (N, C, ...)")
-        if found is None:
-            found, first = shape, name
-        elif len(shape) != len(found):
-            raise call.error(name, f"of shape {show(shape)}", f"shape {show(found)}, as {first}")
-        else:
-            pairs = enumerate(zip(found, shape, strict=True))
-            found = tuple(call.same(name, f"dimension {axis}", *pair) for axis, pair in pairs)
-    return found
+    return call.merged(known)
 
 
 def _infer(call: Call) -> list[Tensor]:
-    mask = call.output_mask(OPERATOR)
+    call.output_mask(OPERATOR)
     whole = _whole_shape(call)
     channels = whole[1] if whole is not None else None
     for name in _OF_CHANNELS:
@@ -58,9 +45,7 @@ def _infer(call: Call) -> list[Tensor]:
         channels = call.same(name, "C", channels, found)
     if whole is not None:
         whole = (whole[0], channels, *whole[2:])
-    dtype = OPERATOR.dtype(call)
-    shapes: list[Shape] = [whole, (channels,), (channels,)]
-    return [Tensor(dtype, shape if wanted else (0,)) for shape, wanted in zip(shapes, mask, strict=True)]
+    return call.masked(OPERATOR, (whole, (channels,), (channels,)))
 
 
 def _choices(call: Call) -> Iterable[str]:
@@ -212,11 +197,5 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_output, Tensor input, Tensor? weight, Tensor save_mean, Tensor save_invstd, "
-            "Tensor? relu_output=None, bool[3] output_mask=[True, True, True]) -> (Tensor, Tensor, Tensor)"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
 )

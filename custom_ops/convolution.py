@@ -9,23 +9,23 @@ from onnx import TensorProto
 
 from gradfuse.custom_ops.convolutions import (
     ATTRIBUTES,
+    LISTS,
     TYPES,
     ConvolutionText,
     check_attributes,
     choices,
     of_group,
     output_size,
-    spatial_of,
 )
 from gradfuse.custom_ops.operator import Attribute, Call, Dim, Input, Operator, Output, Tensor, TorchOp, Variant
-from gradfuse.custom_ops.spatial import numbers_of, paddings, per_axis
+from gradfuse.custom_ops.spatial import numbers_of, paddings, per_axis, spatial_of
 
 if TYPE_CHECKING:
     import torch
 
 
 def _infer(call: Call) -> list[Tensor]:
-    spatial = spatial_of(call)
+    spatial = spatial_of(call, LISTS)
     check_attributes(call, spatial)
     call.flag("relu")
     dtype = OPERATOR.dtype(call)
@@ -60,7 +60,7 @@ def _infer(call: Call) -> list[Tensor]:
 def _choices(call: Call) -> Iterable[str]:
     yield from choices(call)
     if any(numbers_of(call.attributes["output_padding"])):
-        spatial = spatial_of(call)
+        spatial = spatial_of(call, LISTS)
         assert spatial is not None
         yield "_".join(["extra", *map(str, per_axis(numbers_of(call.attributes["output_padding"]), spatial))])
     if call.attributes["relu"]:
@@ -200,16 +200,10 @@ OPERATOR = Operator(
         Input("bias", "T", "What is added to each channel, (M). Absent: all zeros.", optional=True),
     ),
     outputs=(Output("output", "The result, (N, M, ...)."),),
-    attributes=(*ATTRIBUTES, Attribute("relu", 0, "1: the result is at least 0.")),
+    attributes=(*ATTRIBUTES, Attribute("relu", 0, "1: the result is at least 0.", flag=True)),
     constraints={"T": TYPES},
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor input, Tensor weight, Tensor? bias=None, int[] stride=[1], int[] padding=[0], int[] dilation=[1],"
-            " bool transposed=False, int[] output_padding=[0], int groups=1, bool relu=False) -> Tensor"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
 )

@@ -9,29 +9,27 @@ from onnx import TensorProto
 
 from gradfuse.custom_ops.convolutions import (
     ATTRIBUTES,
+    LISTS,
     TYPES,
     ConvolutionText,
     check_attributes,
     choices,
     of_group,
     output_size,
-    spatial_of,
 )
-from gradfuse.custom_ops.operator import Attribute, Call, Dim, Input, Operator, Output, Tensor, TorchOp, Variant
-from gradfuse.custom_ops.spatial import numbers_of
+from gradfuse.custom_ops.operator import Attribute, Call, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.spatial import numbers_of, spatial_of
 
 if TYPE_CHECKING:
     import torch
 
 
 def _infer(call: Call) -> list[Tensor]:
-    spatial = spatial_of(call)
+    spatial = spatial_of(call, LISTS)
     check_attributes(call, spatial)
-    mask = call.output_mask(OPERATOR)
-    dtype = OPERATOR.dtype(call)
+    call.output_mask(OPERATOR)
     if spatial is None:
-        shapes: list[tuple[Dim, ...] | None] = [None, None, (None,)]
-        return [Tensor(dtype, shape if wanted else (0,)) for shape, wanted in zip(shapes, mask, strict=True)]
+        return call.masked(OPERATOR, (None, None, (None,)))
     places = [f"D{axis}" for axis in range(spatial)]
     grad_output, input, weight = (
         list(call.shape(name, *dims, *places))
@@ -54,12 +52,7 @@ def _infer(call: Call) -> list[Tensor]:
         size = output_size(call, spatial, axis, input[axis + 2], weight[axis + 2])
         size = max(size, 0) if isinstance(size, int) and not call.attributes["transposed"] else size
         call.same("grad_output", f"dimension {axis + 2}", size, grad_output[axis + 2])
-    found: list[tuple[Dim, ...]] = [
-        (batch, inputs, *input[2:]),
-        (of_small, large_of_group, *weight[2:]),
-        (outputs,),
-    ]
-    return [Tensor(dtype, shape if wanted else (0,)) for shape, wanted in zip(found, mask, strict=True)]
+    return call.masked(OPERATOR, ((batch, inputs, *input[2:]), (of_small, large_of_group, *weight[2:]), (outputs,)))
 
 
 def _choices(call: Call) -> Iterable[str]:
@@ -192,12 +185,5 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_output, Tensor input, Tensor weight, int[] stride=[1], int[] padding=[0], int[] dilation=[1],"
-            " bool transposed=False, int[] output_padding=[0], int groups=1, bool[3] output_mask=[True, True, True])"
-            " -> (Tensor, Tensor, Tensor)"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
 )

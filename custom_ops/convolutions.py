@@ -5,50 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gradfuse.custom_ops.operator import Attribute, Call, Dim, Variant
-from gradfuse.custom_ops.spatial import numbers_of, paddings, per_axis
+from gradfuse.custom_ops.spatial import check_numbers, numbers_of, paddings, per_axis, spatial_of
 
-MOST_SPATIAL = 3
 TYPES = ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")
 ATTRIBUTES = (
     Attribute("stride", (1,), "The distance of neighbouring windows."),
     Attribute("padding", (0,), "Zeros beside the input; also those at all beginnings, then those at all ends."),
     Attribute("dilation", (1,), "The distance of neighbouring elements of a window."),
-    Attribute("transposed", 0, "1: of a transposed convolution."),
+    Attribute("transposed", 0, "1: of a transposed convolution.", flag=True),
     Attribute("output_padding", (0,), "With transposed: what its result was larger by."),
     Attribute("groups", 1, "Groups of channels."),
 )
-_MOST = 2**31 - 1
-_LISTS = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
+LISTS = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
 """The attributes with a number for each spatial dimension, and the least that each number may be."""
-
-
-def spatial_of(call: Call) -> int | None:
-    """The number of spatial dimensions, as far as inputs and attributes tell."""
-    whole = {name: tensor.shape for name, tensor in call.inputs.items() if name != "bias"}
-    ranks = {name: len(shape) for name, shape in whole.items() if shape is not None}
-    for name, rank in ranks.items():
-        if not 3 <= rank <= MOST_SPATIAL + 2:
-            raise call.error(name, f"of rank {rank}", "rank 3 to 5: (N, C, ...)")
-        first = next(iter(ranks))
-        if rank != ranks[first]:
-            raise call.error(name, f"of rank {rank}", f"rank {ranks[first]}, as {first}")
-    if ranks:
-        return next(iter(ranks.values())) - 2
-    lengths = {len(numbers_of(call.attributes[name])) for name in ("stride", "dilation", "output_padding")} - {1}
-    return lengths.pop() if len(lengths) == 1 else None
 
 
 def check_attributes(call: Call, spatial: int | None) -> None:
     """Raise ArgumentError for attributes that no convolution has."""
     call.flag("transposed")
-    for name, least in _LISTS.items():
-        numbers = numbers_of(call.attributes[name])
-        if spatial is not None:
-            lengths = sorted({1, spatial, *([2 * spatial] if name == "padding" else [])})
-            if len(numbers) not in lengths:
-                raise call.error(name, list(numbers), f"{' or '.join(map(str, lengths))} numbers")
-        if not numbers or not all(least <= number <= _MOST for number in numbers):
-            raise call.error(name, list(numbers), f"numbers from {least} to {_MOST}")
+    check_numbers(call, spatial, LISTS)
     if call.attributes["transposed"] == 0 and any(numbers_of(call.attributes["output_padding"])):
         raise call.error("output_padding", list(numbers_of(call.attributes["output_padding"])), "0 without transposed")
     groups = call.attributes["groups"]
@@ -82,7 +57,7 @@ def output_size(call: Call, spatial: int, axis: int, size: Dim, taps: Dim) -> Di
 
 def choices(call: Call) -> Iterable[str]:
     """What a function body depends on."""
-    spatial = spatial_of(call)
+    spatial = spatial_of(call, LISTS)
     if spatial is None:
         raise call.error("input", "of unknown rank", "a tensor of known rank")
     begin, end = paddings(numbers_of(call.attributes["padding"]), spatial)

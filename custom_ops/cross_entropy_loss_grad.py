@@ -228,14 +228,7 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_loss, Tensor log_prob, Tensor target, Tensor? weight=None, Tensor? grad_zloss=None, "
-            'Tensor? lse_for_zloss=None, str reduction="mean", int ignore_index=-100, float label_smoothing=0.0, '
-            "float lse_square_scale_for_zloss=0.0) -> Tensor"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
     samples=[{"reduction": reduction, "label_smoothing": s} for reduction in _REDUCTIONS for s in (0.0, 0.5)],
     spreads_nan=True,
 )

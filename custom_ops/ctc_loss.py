@@ -45,7 +45,9 @@ SEQUENCE_INPUTS = (
 ALIGNMENT = Alignment("log_probs", "targets", "input_lengths", "target_lengths")
 ATTRIBUTES = (
     Attribute("blank", 0, "Class of the blank label, in [0, C)."),
-    Attribute("zero_infinity", 0, "Whether the gradient of an item without any alignment is 0 instead of NaN."),
+    Attribute(
+        "zero_infinity", 0, "Whether the gradient of an item without any alignment is 0 instead of NaN.", flag=True
+    ),
 )
 CONSTRAINTS = {"T": LOG_PROB_TYPES, "I": TARGET_TYPES, "L": ("tensor(int64)",)}
 
@@ -344,10 +346,6 @@ OPERATOR = Operator(
     choices=arithmetic,
     body=_body,
     torch_op=TorchOp(
-        schema=(
-            "(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank=0, "
-            "bool zero_infinity=False) -> (Tensor neg_log_likelihood, Tensor log_alpha)"
-        ),
         outputs=_torch_outputs,
         fake=_torch_fake,
         setup_context=_torch_setup_context,

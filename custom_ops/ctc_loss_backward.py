@@ -188,13 +188,7 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_out, Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
-            "Tensor neg_log_likelihood, Tensor log_alpha, int blank=0, bool zero_infinity=False) -> Tensor"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
     oldest_opset=16,  # ScatterElements with a reduction
     aten=("_ctc_loss_backward.Tensor",),
     alignment=ALIGNMENT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradfuse.custom_ops.operator import Call, Shape, show
+from gradfuse.custom_ops.operator import Call, Shape
 
 if TYPE_CHECKING:
     import torch
@@ -18,16 +18,11 @@ def common_shape(call: Call, first: str, second: str) -> Shape:
     Raises:
         ArgumentError: they have different ones, or more than 8 dimensions.
     """
-    one, other = (call.inputs[name].shape for name in (first, second))
-    for name, shape in ((first, one), (second, other)):
+    shapes = {name: call.inputs[name].shape for name in (first, second)}
+    for name, shape in shapes.items():
         if shape is not None and len(shape) > MAX_RANK:
             raise call.error(name, f"of rank {len(shape)}", f"at most rank {MAX_RANK}")
-    if one is None or other is None:
-        return other if one is None else one
-    if len(one) != len(other):
-        raise call.error(second, f"of shape {show(other)}", f"shape {show(one)}, as {first}")
-    pairs = enumerate(zip(one, other, strict=True))
-    return tuple(call.same(second, f"dimension {axis}", *dims) for axis, dims in pairs)
+    return call.merged(shapes)
 
 
 def torch_outputs(first: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:

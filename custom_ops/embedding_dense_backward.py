@@ -136,19 +136,13 @@ OPERATOR = Operator(
     attributes=(
         Attribute("num_weights", 0, "Number of rows of the weight."),
         Attribute("padding_idx", -1, "Index of the rows that do not count."),
-        Attribute("scale_grad_by_freq", 0, "1: each row is divided by the number of its look-ups."),
+        Attribute("scale_grad_by_freq", 0, "1: each row is divided by the number of its look-ups.", flag=True),
     ),
     constraints={"T": FLOAT_TYPES, "I": ("tensor(int64)", "tensor(int32)")},
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_output, Tensor indices, int num_weights=0, int padding_idx=-1, bool scale_grad_by_freq=False)"
-            " -> Tensor"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
     oldest_opset=16,
     samples=({}, {"scale_grad_by_freq": 1}),
 )

@@ -101,8 +101,6 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema="(Tensor grad_output, Tensor self, str approximate='none') -> Tensor", outputs=torch_outputs
-    ),
+    torch_op=TorchOp(outputs=torch_outputs),
     aten=("gelu_backward.default",),
 )

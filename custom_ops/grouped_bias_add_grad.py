@@ -152,8 +152,5 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema="(Tensor grad_y, Tensor? group_idx=None) -> Tensor",
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
 )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gradfuse.custom_ops import recurrence
-from gradfuse.custom_ops.operator import FLOAT_TYPES, Call, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.operator import Call, Input, Output, Tensor, TorchOp, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -57,14 +57,6 @@ def _torch_outputs(input: torch.Tensor, initial_h: torch.Tensor, *_: object) -> 
     return input.new_empty(states), input.new_empty((*states[:-1], *(4 * units for units in states[-1:])))
 
 
-def _torch_setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:
-    _, initial_h, weight, bias, ctx.reverse = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(initial_h, weight, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
 def gradients(
     operator: Callable[..., tuple[torch.Tensor, ...]], ctx: Any, grad_hidden: torch.Tensor | None, _: None
 ) -> tuple[torch.Tensor | None, ...]:
@@ -73,9 +65,7 @@ def gradients(
         return (None,) * 5
     initial_h, weight, hidden, gates = ctx.saved_tensors
     grad_input, grad_h, grad_recurrent = operator(grad_hidden, initial_h, hidden, gates, weight, ctx.reverse)
-    rows = grad_recurrent.flatten(0, 1)
-    before = recurrence.before(hidden, initial_h, ctx.reverse).flatten(0, 1)
-    return grad_input, grad_h, rows.T @ before, rows.sum(0) if ctx.has_bias else None, None
+    return grad_input, grad_h, *recurrence.weight_gradients(ctx, grad_recurrent, hidden, initial_h), None
 
 
 def _torch_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -84,7 +74,7 @@ def _torch_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor
     return gradients(torch.ops.aclnn.gru_recurrence_backward, ctx, grads[0], None)
 
 
-OPERATOR = Operator(
+OPERATOR = recurrence.operator(
     name="GruRecurrence",
     stem="gru_recurrence",
     doc=(
@@ -105,20 +95,11 @@ OPERATOR = Operator(
         Output("hidden", "h behind each step, (T, N, H)."),
         Output("gates", "r, z, n and h_n of each step, (T, N, 4 H)."),
     ),
-    attributes=(recurrence.REVERSE,),
-    constraints={"T": FLOAT_TYPES},
     infer=_infer,
-    choices=recurrence.choices,
     body=_body,
     torch_op=TorchOp(
-        schema=(
-            "(Tensor input, Tensor initial_h, Tensor weight, Tensor? bias=None, bool reverse=False) -> "
-            "(Tensor hidden, Tensor gates)"
-        ),
         outputs=_torch_outputs,
-        setup_context=_torch_setup_context,
+        setup_context=recurrence.setup_context,
         backward=_torch_backward,
     ),
-    samples=({}, {"reverse": 1}),
-    spreads_nan=True,
 )

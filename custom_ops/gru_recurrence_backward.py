@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradfuse.custom_ops import recurrence
-from gradfuse.custom_ops.operator import FLOAT_TYPES, Call, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.operator import Call, Input, Output, Tensor, TorchOp, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -32,11 +32,7 @@ def _body(variant: Variant) -> str:
     return f"""
         {recurrence.widened("initial_h", "weight", *sequences)}
         {recurrence.in_turn(variant, *sequences, backward=True)}
-        row_axis = Constant<value_ints=[0]>()
-        initial_h_row = Unsqueeze(initial_h_real, row_axis)
-        before_steps = Concat<axis=0>(hidden_turned, initial_h_row)
-        state_shape = Shape(initial_h)
-        none = Expand(no_step_real, state_shape)
+        {recurrence.states_before("hidden", "initial_h")}
         grad_h_real, grad_input_steps, grad_recurrent_steps = Scan<
             num_scan_inputs=3,
             body=step (grad_later, grad_now, before_now, activated) => (grad_earlier, of_input, of_recurrent) {{
@@ -73,7 +69,7 @@ def _torch_outputs(grad_hidden: torch.Tensor, initial_h: torch.Tensor, *others: 
     return tuple(grad_hidden.new_empty(shape) for shape in (of_gates, initial_h.shape, of_gates))
 
 
-OPERATOR = Operator(
+OPERATOR = recurrence.operator(
     name="GruRecurrenceBackward",
     stem="gru_recurrence_backward",
     doc=(
@@ -97,18 +93,7 @@ OPERATOR = Operator(
         Output("grad_initial_h", "Gradient of h before the first step, (N, H)."),
         Output("grad_recurrent", "Gradient of the recurrent part of the gates, (T, N, 3 H)."),
     ),
-    attributes=(recurrence.REVERSE,),
-    constraints={"T": FLOAT_TYPES},
     infer=_infer,
-    choices=recurrence.choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_hidden, Tensor initial_h, Tensor hidden, Tensor gates, Tensor weight, bool reverse=False) -> "
-            "(Tensor grad_input, Tensor grad_initial_h, Tensor grad_recurrent)"
-        ),
-        outputs=_torch_outputs,
-    ),
-    samples=({}, {"reverse": 1}),
-    spreads_nan=True,
+    torch_op=TorchOp(outputs=_torch_outputs),
 )

@@ -10,7 +10,6 @@ from onnx import TensorProto
 from gradfuse.custom_ops.operator import (
     Attribute,
     Call,
-    Dim,
     Input,
     Operator,
     Output,
@@ -18,7 +17,6 @@ from gradfuse.custom_ops.operator import (
     Tensor,
     TorchOp,
     Variant,
-    show,
     type_string,
 )
 
@@ -39,24 +37,8 @@ def _first(call: Call, rank: int) -> int:
     return axis % rank
 
 
-def _merged(call: Call, known: dict[str, Shape], why: str) -> Shape:
-    """The one shape of some inputs, the first of which gives the rank."""
-    found: tuple[Dim, ...] | None = None
-    for name, shape in known.items():
-        if shape is None:
-            continue
-        if found is None:
-            found = shape
-        elif len(shape) != len(found):
-            raise call.error(name, f"of shape {show(shape)}", f"shape {show(found)}, {why}")
-        else:
-            pairs = enumerate(zip(found, shape, strict=True))
-            found = tuple(call.same(name, f"dimension {axis}", *pair) for axis, pair in pairs)
-    return found
-
-
 def _infer(call: Call) -> list[Tensor]:
-    mask = call.output_mask(OPERATOR)
+    call.output_mask(OPERATOR)
     dtype = OPERATOR.dtype(call)
     for name in _STATISTICS:
         found = call.inputs[name].dtype if name in call.inputs else TensorProto.UNDEFINED
@@ -70,18 +52,17 @@ def _infer(call: Call) -> list[Tensor]:
         shape = shapes[name]
         if shape is not None and not 1 <= len(shape) <= MAX_RANK:
             raise call.error(name, f"of rank {len(shape)}", f"rank 1 to {MAX_RANK}")
-    whole = _merged(call, {name: shapes[name] for name in _WHOLE}, "as input")
+    whole = call.merged({name: shapes[name] for name in _WHOLE}, "as input")
     inner = shapes.get("weight")
     if whole is not None:
         first = _first(call, len(whole))
         rows: Shape = (*whole[:first], *(1 for _ in whole[first:]))
         for name in _STATISTICS:
-            _merged(call, {"input": rows, name: shapes.get(name)}, "one a row of input")
-        inner = _merged(call, {"input": whole[first:], "weight": inner}, "as the normalized axes of input")
+            call.merged({"input": rows, name: shapes.get(name)}, "one a row of input")
+        inner = call.merged({"input": whole[first:], "weight": inner}, "as the normalized axes of input")
         assert inner is not None
         whole = (*whole[:first], *inner)
-    results = (whole, inner, inner)
-    return [Tensor(dtype, shape if wanted else (0,)) for shape, wanted in zip(results, mask, strict=True)]
+    return call.masked(OPERATOR, (whole, inner, inner))
 
 
 def _choices(call: Call) -> Iterable[str]:
@@ -215,11 +196,5 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_output, Tensor input, Tensor? weight, Tensor? mean, Tensor rstd, int axis=-1, "
-            "bool[3] output_mask=[True, True, True]) -> (Tensor, Tensor, Tensor)"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
 )

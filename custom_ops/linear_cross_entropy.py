@@ -34,7 +34,7 @@ def _infer(call: Call) -> list[Tensor]:
     softcap = call.attributes["softcap"]
     if not (isinstance(softcap, float) and 0.0 <= softcap < math.inf):
         raise call.error("softcap", softcap, "0 or a positive number")
-    mask = call.output_mask(OPERATOR)
+    call.output_mask(OPERATOR)
     dtype = OPERATOR.dtype(call)
     found = call.inputs["weight"].dtype if "weight" in call.inputs else TensorProto.UNDEFINED
     if TensorProto.UNDEFINED not in (found, dtype) and (found == TensorProto.DOUBLE) != (dtype == TensorProto.DOUBLE):
@@ -52,8 +52,7 @@ def _infer(call: Call) -> list[Tensor]:
     if "grad_loss" in call.inputs:
         rows = check_grad_loss(call, reduction, rows)
     loss: Shape = (rows,) if reduction == "none" else ()
-    shapes: tuple[Shape, ...] = (loss, (rows, features), (classes, features), (classes,))
-    return [Tensor(dtype, shape if wanted else (0,)) for shape, wanted in zip(shapes, mask, strict=True)]
+    return call.masked(OPERATOR, (loss, (rows, features), (classes, features), (classes,)))
 
 
 def _choices(call: Call) -> Iterable[str]:
@@ -300,14 +299,7 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, Tensor? weight=None, "
-            'Tensor? grad_loss=None, str reduction="mean", int ignore_index=-100, float label_smoothing=0.0, '
-            "float softcap=0.0, bool[4] output_mask=[True, True, True, True]) -> (Tensor, Tensor, Tensor, Tensor)"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
     samples=[
         {"reduction": reduction, "label_smoothing": smoothing, "softcap": softcap}
         for reduction in _REDUCED

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gradfuse.custom_ops import recurrence
-from gradfuse.custom_ops.operator import FLOAT_TYPES, Call, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.operator import Call, Input, Output, Tensor, TorchOp, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -65,14 +65,6 @@ def _torch_outputs(input: torch.Tensor, initial_h: torch.Tensor, *_: object) -> 
     return input.new_empty(states), input.new_empty(states), input.new_empty(input.shape)
 
 
-def _torch_setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:
-    _, *first, weight, bias, ctx.reverse = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(*first, weight, *output)
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
-
-
 def gradients(
     operator: Callable[..., tuple[torch.Tensor, ...]],
     ctx: Any,
@@ -87,9 +79,7 @@ def gradients(
     if grad_hidden is None:
         grad_hidden = torch.zeros_like(hidden)
     grad_input, grad_h, grad_c = operator(grad_hidden, grad_cell, initial_c, cell, gates, weight, ctx.reverse)
-    rows = grad_input.flatten(0, 1)
-    before = recurrence.before(hidden, initial_h, ctx.reverse).flatten(0, 1)
-    return grad_input, grad_h, grad_c, rows.T @ before, rows.sum(0) if ctx.has_bias else None, None
+    return grad_input, grad_h, grad_c, *recurrence.weight_gradients(ctx, grad_input, hidden, initial_h), None
 
 
 def _torch_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -98,7 +88,7 @@ def _torch_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor
     return gradients(torch.ops.aclnn.lstm_recurrence_backward, ctx, grads[0], grads[1], None)
 
 
-OPERATOR = Operator(
+OPERATOR = recurrence.operator(
     name="LstmRecurrence",
     stem="lstm_recurrence",
     doc=(
@@ -121,20 +111,11 @@ OPERATOR = Operator(
         Output("cell", "c behind each step, (T, N, H)."),
         Output("gates", "i, f, g and o of each step, (T, N, 4 H)."),
     ),
-    attributes=(recurrence.REVERSE,),
-    constraints={"T": FLOAT_TYPES},
     infer=_infer,
-    choices=recurrence.choices,
     body=_body,
     torch_op=TorchOp(
-        schema=(
-            "(Tensor input, Tensor initial_h, Tensor initial_c, Tensor weight, Tensor? bias=None, bool reverse=False) "
-            "-> (Tensor hidden, Tensor cell, Tensor gates)"
-        ),
         outputs=_torch_outputs,
-        setup_context=_torch_setup_context,
+        setup_context=recurrence.setup_context,
         backward=_torch_backward,
     ),
-    samples=({}, {"reverse": 1}),
-    spreads_nan=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradfuse.custom_ops import recurrence
-from gradfuse.custom_ops.operator import FLOAT_TYPES, Call, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.operator import Call, Input, Output, Tensor, TorchOp, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +39,7 @@ def _body(variant: Variant) -> str:
     return f"""
         {recurrence.widened("initial_c", "weight", *sequences)}
         {recurrence.in_turn(variant, *sequences, backward=True)}
-        row_axis = Constant<value_ints=[0]>()
-        initial_c_row = Unsqueeze(initial_c_real, row_axis)
-        before_steps = Concat<axis=0>(cell_turned, initial_c_row)
-        state_shape = Shape(initial_c)
-        none = Expand(no_step_real, state_shape)
+        {recurrence.states_before("cell", "initial_c")}
         grad_h_real, grad_c_real, grad_input_steps = Scan<
             num_scan_inputs={len(sequences) + 1},
             body=step (grad_later, grad_c_later, {now}) => (grad_earlier, grad_c_earlier, grad_gates) {{
@@ -90,7 +86,7 @@ def _torch_outputs(
     return tuple(grad_hidden.new_empty(shape) for shape in (gates.shape, initial_c.shape, initial_c.shape))
 
 
-OPERATOR = Operator(
+OPERATOR = recurrence.operator(
     name="LstmRecurrenceBackward",
     stem="lstm_recurrence_backward",
     doc=(
@@ -114,18 +110,7 @@ OPERATOR = Operator(
         Output("grad_initial_h", "Gradient of h before the first step, (N, H)."),
         Output("grad_initial_c", "Gradient of c before the first step, (N, H)."),
     ),
-    attributes=(recurrence.REVERSE,),
-    constraints={"T": FLOAT_TYPES},
     infer=_infer,
-    choices=recurrence.choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_hidden, Tensor? grad_cell, Tensor initial_c, Tensor cell, Tensor gates, Tensor weight, "
-            "bool reverse=False) -> (Tensor grad_input, Tensor grad_initial_h, Tensor grad_initial_c)"
-        ),
-        outputs=_torch_outputs,
-    ),
-    samples=({}, {"reverse": 1}),
-    spreads_nan=True,
+    torch_op=TorchOp(outputs=_torch_outputs),
 )

@@ -192,13 +192,7 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_output, Tensor weight, Tensor scales, Tensor? zero_points=None, int in_features=0, "
-            "int bits=4) -> Tensor"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
     samples=({"in_features": 16, "bits": 2}, {"in_features": 16, "bits": 4}, {"in_features": 16, "bits": 8}),
     spreads_nan=True,
 )

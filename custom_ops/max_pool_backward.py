@@ -18,13 +18,11 @@ from gradfuse.custom_ops.operator import (
     TorchOp,
     Variant,
 )
-from gradfuse.custom_ops.spatial import numbers_of, paddings, per_axis
+from gradfuse.custom_ops.spatial import check_numbers, numbers_of, paddings, per_axis, spatial_of
 
 if TYPE_CHECKING:
     import torch
 
-MOST_SPATIAL = 3
-_MOST = 2**31 - 1
 _LISTS = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1}
 """The attributes with a number for each spatial dimension, and the least that each number may be."""
 
@@ -38,31 +36,9 @@ def places(size: int, kernel_size: int, stride: int, padding: tuple[int, int], d
     return count - 1 if (count - 1) * stride >= size + padding[0] else count
 
 
-def _spatial(call: Call) -> int | None:
-    """The number of spatial dimensions, as far as inputs and attributes tell."""
-    ranks = {name: len(tensor.shape) for name, tensor in call.inputs.items() if tensor.shape is not None}
-    for name, rank in ranks.items():
-        if not 3 <= rank <= MOST_SPATIAL + 2:
-            raise call.error(name, f"of rank {rank}", "rank 3 to 5: (N, C, ...)")
-        first = next(iter(ranks))
-        if rank != ranks[first]:
-            raise call.error(name, f"of rank {rank}", f"rank {ranks[first]}, as {first}")
-    if ranks:
-        return next(iter(ranks.values())) - 2
-    lengths = {len(numbers_of(call.attributes[name])) for name in ("kernel_size", "stride", "dilation")} - {1}
-    return lengths.pop() if len(lengths) == 1 else None
-
-
 def _check_attributes(call: Call, spatial: int | None) -> None:
     call.flag("ceil_mode")
-    for name, least in _LISTS.items():
-        numbers = numbers_of(call.attributes[name])
-        if spatial is not None:
-            lengths = sorted({1, spatial, *([2 * spatial] if name == "padding" else [])})
-            if len(numbers) not in lengths:
-                raise call.error(name, list(numbers), f"{' or '.join(map(str, lengths))} numbers")
-        if not numbers or not all(least <= number <= _MOST for number in numbers):
-            raise call.error(name, list(numbers), f"numbers from {least} to {_MOST}")
+    check_numbers(call, spatial, _LISTS)
     for axis in range(spatial or 0):
         begin, end = paddings(numbers_of(call.attributes["padding"]), spatial or 0)
         kernel, dilation = (
@@ -73,7 +49,7 @@ def _check_attributes(call: Call, spatial: int | None) -> None:
 
 
 def _infer(call: Call) -> list[Tensor]:
-    spatial = _spatial(call)
+    spatial = spatial_of(call, _LISTS)
     _check_attributes(call, spatial)
     dtype = OPERATOR.dtype(call)
     if spatial is None:
@@ -102,7 +78,7 @@ def _places(call: Call, spatial: int, axis: int, size: Dim) -> Dim:
 
 
 def _choices(call: Call) -> Iterable[str]:
-    spatial = _spatial(call)
+    spatial = spatial_of(call, _LISTS)
     if spatial is None:
         raise call.error("input", "of unknown rank", "a tensor of known rank")
     begin, _ = paddings(numbers_of(call.attributes["padding"]), spatial)
@@ -216,19 +192,15 @@ OPERATOR = Operator(
         Attribute("stride", (1,), "The distance of neighbouring windows."),
         Attribute("padding", (0,), "Places beside the input; also those at all beginnings, then those at all ends."),
         Attribute("dilation", (1,), "The distance of neighbouring elements of a window."),
-        Attribute("ceil_mode", 0, "1: the last window may reach beyond the padding, if it begins before the end."),
+        Attribute(
+            "ceil_mode", 0, "1: the last window may reach beyond the padding, if it begins before the end.", flag=True
+        ),
     ),
     constraints={"T": ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")},
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_output, Tensor input, int[] kernel_size=[1], int[] stride=[1], int[] padding=[0], "
-            "int[] dilation=[1], bool ceil_mode=False) -> Tensor"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
     oldest_opset=16,
     samples=({},),
 )

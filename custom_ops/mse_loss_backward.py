@@ -116,7 +116,6 @@ OPERATOR = Operator(
     choices=_choices,
     body=_body,
     torch_op=TorchOp(
-        schema="(Tensor grad_output, Tensor self, Tensor target, int reduction=1) -> Tensor",
         outputs=_torch_outputs,
         fake=_torch_fake,
     ),

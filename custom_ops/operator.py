@@ -90,6 +90,24 @@ class Call:
         pairs = zip(operator.outputs, self.output_mask(operator), strict=True)
         return [output.name for output, wanted in pairs if wanted]
 
+    def masked(self, operator: Operator, shapes: Sequence[Shape]) -> list[Tensor]:
+        """The outputs, of these shapes where ``output_mask`` wants them, and without elements elsewhere."""
+        pairs = zip(shapes, self.output_mask(operator), strict=True)
+        return [Tensor(operator.dtype(self), shape if wanted else (0,)) for shape, wanted in pairs]
+
+    def merged(self, shapes: Mapping[str, Shape], why: str = "") -> Shape:
+        """The one shape of some arguments, as far as it is known; ``why`` is in messages, or the first of them."""
+        known = {name: shape for name, shape in shapes.items() if shape is not None}
+        if not known:
+            return None
+        first, found = next(iter(known.items()))
+        for name, shape in known.items():
+            if len(shape) != len(found):
+                raise self.error(name, f"of shape {show(shape)}", f"shape {show(found)}, {why or f'as {first}'}")
+            pairs = enumerate(zip(found, shape, strict=True))
+            found = tuple(self.same(name, f"dimension {axis}", *pair) for axis, pair in pairs)
+        return found
+
     def flag(self, name: str) -> None:
         """Refuse an integer attribute that is neither 0 nor 1."""
         if self.attributes[name] not in (0, 1):
@@ -191,11 +209,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute: its type is that of its default."""
+    """An attribute: its type is that of its default.
+
+    Attributes:
+        flag: whether it is 0 or 1, a bool in PyTorch.
+    """
 
     name: str
     default: Value
     doc: str
+    flag: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,14 +228,12 @@ class TorchOp:
     The functions get all arguments of the schema in order, as torch tensors, numbers and strings.
 
     Attributes:
-        schema: arguments and results as torch writes them: inputs, then attributes, in the order of the ONNX operator.
         outputs: gives new tensors for the kernel to write. For arguments that the operator does not take they may have
             any shape, as the kernel refuses before it looks at them.
         fake: gives the results for fake tensors, whose sizes may be symbols; None: ``outputs`` can.
         setup_context, backward: the derivative, as ``torch.library.register_autograd`` takes it; None: there is none.
     """
 
-    schema: str
     outputs: Callable[..., tuple[torch.Tensor, ...]]
     fake: Callable[..., tuple[torch.Tensor, ...]] | None = None
     setup_context: Callable[..., None] | None = None
@@ -291,6 +312,18 @@ class Operator:
         )
         schema.set_type_and_shape_inference_function(self._infer_in_onnx)
         return schema
+
+    @cached_property
+    def torch_schema(self) -> str:
+        """Arguments and results as torch writes them: inputs, then attributes, in the order of the ONNX operator."""
+        required = [k for k, i in enumerate(self.inputs) if not i.optional]
+        arguments = [
+            f"Tensor {i.name}" if not i.optional else f"Tensor? {i.name}{'=None' if k > required[-1] else ''}"
+            for k, i in enumerate(self.inputs)
+        ]
+        results = [f"Tensor {output.name}" for output in self.outputs]
+        returned = f"({', '.join(results)})" if len(results) > 1 else "Tensor"
+        return f"({', '.join([*arguments, *map(_torch_argument, self.attributes)])}) -> {returned}"
 
     def call(self, node: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Value]) -> Call:
         """Describe a use of the operator by its inputs in order (None: absent) and the attributes that are given.
@@ -426,6 +459,21 @@ def _signature(attribute: Attribute) -> str:
     if isinstance(default, str):
         return f'{attribute.name}: string = "{default}"'
     return f"{attribute.name}: {'int' if isinstance(default, int) else 'float'} = {default}"
+
+
+def _torch_argument(attribute: Attribute) -> str:
+    """An attribute as a schema of torch has it, with its default."""
+    default = attribute.default
+    if attribute.name == "output_mask":
+        assert isinstance(default, tuple)
+        return f"bool[{len(default)}] output_mask={[bool(one) for one in default]}"
+    if isinstance(default, tuple):
+        return f"int[] {attribute.name}={list(default)}"
+    if isinstance(default, str):
+        return f'str {attribute.name}="{default}"'
+    if attribute.flag:
+        return f"bool {attribute.name}={bool(default)}"
+    return f"{'int' if isinstance(default, int) else 'float'} {attribute.name}={default}"
 
 
 def type_string(dtype: int) -> str:

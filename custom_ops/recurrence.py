@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gradfuse.custom_ops.operator import Attribute, Call, Dim, Variant
+from gradfuse.custom_ops.operator import FLOAT_TYPES, Attribute, Call, Dim, Operator, Variant
 
 if TYPE_CHECKING:
     import torch
 
-REVERSE = Attribute("reverse", 0, "1: steps go from the last to the first.")
+REVERSE = Attribute("reverse", 0, "1: steps go from the last to the first.", flag=True)
 _SPLIT_WITH_COUNT = 18
 """The opset from which on Split must be told the number of its outputs."""
 
@@ -108,9 +109,49 @@ def in_place(variant: Variant, *names: str, like: str, backward: bool) -> str:
     return text
 
 
+def states_before(states: str, initial: str) -> str:
+    """Text: the state before each step of a backward pass as before_steps, and zeros to begin with as none."""
+    return f"""
+        row_axis = Constant<value_ints=[0]>()
+        {initial}_row = Unsqueeze({initial}_real, row_axis)
+        before_steps = Concat<axis=0>({states}_turned, {initial}_row)
+        state_shape = Shape({initial})
+        none = Expand(no_step_real, state_shape)
+    """
+
+
 def before(states: torch.Tensor, initial: torch.Tensor, reverse: bool) -> torch.Tensor:
     """The state before each step, of the states behind each (T, N, H) and the first one (N, H)."""
     import torch
 
     first = initial.unsqueeze(0)
     return torch.cat([states[1:], first] if reverse else [first, states[:-1]])
+
+
+def setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:
+    """Save first states, weight and results for `backward`, of inputs that end with bias and reverse."""
+    _, *first, weight, bias, ctx.reverse = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(*first, weight, *output)
+    ctx.mark_non_differentiable(output[-1])
+    ctx.set_materialize_grads(False)
+
+
+def weight_gradients(
+    ctx: Any, grad_gates: torch.Tensor, hidden: torch.Tensor, initial_h: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of weight and bias, of that of the gates (T, N, gates H)."""
+    rows = grad_gates.flatten(0, 1)
+    states = before(hidden, initial_h, ctx.reverse).flatten(0, 1)
+    return rows.T @ states, rows.sum(0) if ctx.has_bias else None
+
+
+operator = functools.partial(
+    Operator,
+    attributes=(REVERSE,),
+    constraints={"T": FLOAT_TYPES},
+    choices=choices,
+    samples=({}, {"reverse": 1}),
+    spreads_nan=True,
+)
+"""An operator of a recurrent layer, of the rest of its arguments."""

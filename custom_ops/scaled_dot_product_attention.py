@@ -100,9 +100,6 @@ OPERATOR = Operator(
     choices=attention.choices,
     body=_body,
     torch_op=TorchOp(
-        schema=(
-            f"(Tensor query, Tensor key, Tensor value, {attention.SIGNATURE}) -> (Tensor output, Tensor logsumexp)"
-        ),
         outputs=_torch_outputs,
         setup_context=_torch_setup_context,
         backward=_torch_backward,

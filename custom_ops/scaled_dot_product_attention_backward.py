@@ -120,10 +120,6 @@ OPERATOR = Operator(
     choices=attention.choices,
     body=_body,
     torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, Tensor logsumexp, "
-            f"{attention.SIGNATURE}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
-        ),
         outputs=_torch_outputs,
     ),
     samples=attention.SAMPLES,

@@ -106,17 +106,12 @@ OPERATOR = Operator(
     outputs=(Output("grad_input", "Gradient w.r.t. the softmax input before scaling, the shape of grad_output."),),
     attributes=(
         Attribute("scale", 1.0, "Factor that the input was multiplied by."),
-        Attribute("fix_triu_mask", 0, "Whether the mask is the fixed triangular one; only 0 is supported."),
+        Attribute("fix_triu_mask", 0, "Whether the mask is the fixed triangular one; only 0 is supported.", flag=True),
     ),
     constraints={"T": FLOAT_TYPES, "B": ("tensor(bool)",)},
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(
-        schema=(
-            "(Tensor grad_output, Tensor y, Tensor? mask=None, float scale=1.0, bool fix_triu_mask=False) -> Tensor"
-        ),
-        outputs=_torch_outputs,
-    ),
+    torch_op=TorchOp(outputs=_torch_outputs),
     spreads_nan=True,
 )

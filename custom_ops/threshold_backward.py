@@ -52,6 +52,6 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(schema="(Tensor grad_output, Tensor self, float threshold=0.0) -> Tensor", outputs=torch_outputs),
+    torch_op=TorchOp(outputs=torch_outputs),
     aten=("threshold_backward.default",),
 )

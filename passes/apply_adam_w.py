@@ -91,7 +91,7 @@ class FuseApplyAdamWPass(OptimizerPass):
     def _numbers(self, site: Site, builder: Builder, node: ir.Node) -> list[ir.Value]:
         rate, counted = (single(site, builder, node.inputs[k], name) for k, name in enumerate(("rate", "count")))
         one = builder.constant(np.ones((), np.int64), ir.DataType.INT64)
-        # It counts the step that it does, and the operator those before.
+        # It counts the current step, the operator only previous ones.
         return [rate, builder.op("Sub", [counted, one], ir.DataType.INT64, [])]
 
     def _updated(self, site: Site, builder: Builder, node: ir.Node, inputs: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
@@ -246,7 +246,7 @@ def _gathered(site: Site, value: ir.Value, gradient: ir.Value, power: float) -> 
 
 @dataclass(frozen=True)
 class _Update:
-    """A value as the update of a parameter, in the terms of the operator."""
+    """A value as the update of a parameter, in terms of the operator."""
 
     parameter: ir.Value
     rate: Rate
@@ -398,11 +398,11 @@ def _step(site: Site, builder: Builder, count: Count) -> ir.Value:
     """The number of steps that were done before, as int64.
 
     Raises:
-        Mismatch: it is no whole number, as far as the graph tells.
+        Mismatch: the graph does not prove it an integer.
     """
     value = count.value
     if is_float(value):
-        # As in torch: a state that each step makes 1 larger.
+        # As in torch: a state that each step increments by 1.
         counted = [use.node.outputs[0] for use in value.uses() if use.node.op_type == "Add" and not use.node.domain]
         counted = [new for one in counted for new in site.equal(one) if new.is_graph_output()]
         counted = [new for new in counted if count_of(site, new) == count]

@@ -204,7 +204,7 @@ def _momenta(site: Site, value: ir.Value) -> list[_Momentum]:
     node = value.producer()
     is_turned = node is not None and node.op_type == "Neg" and not node.domain
     if node is not None and is_turned and node.inputs[0] is not None:
-        # The negative of a difference is that the other way round.
+        # The negative of a difference is the difference with swapped operands.
         node = plain(site, node.inputs[0]).producer()
     kinds = ("Sub",) if is_turned else ("Add", "Sum", "Sub")
     if node is None or node.domain or node.op_type not in kinds or len(node.inputs) != 2:
@@ -245,22 +245,22 @@ def _without_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Updat
     try:
         rate = _rate(site, factors, number, gradient)
     except Mismatch:
-        # A sum as any other.
+        # An ordinary sum.
         return None
     return _Update(parameter, gradient, rate, None, nesterov=False) if rate.factors or rate.number != 1 else None
 
 
 def _results(root: ir.Value) -> list[ir.Value]:
-    """The root, and what chooses between it and something else."""
+    """The root, and nodes that select between it and something else."""
     nodes = [use.node for use in root.uses()]
     return [root, *(n.outputs[0] for n in nodes if n.op_type in ("Where", "Identity", "Cast") and not n.domain)]
 
 
 def _rate(site: Site, factors: Factors, number: float, direction: ir.Value) -> Rate:
-    """What a step goes along a direction.
+    """The step size along a direction.
 
     Raises:
-        Mismatch: it is no product of single numbers, or leads up.
+        Mismatch: it is not a product of single numbers, or ascends.
     """
     rate = product(factors, frozenset([(direction, -1.0)]))
     if number >= 0 or not all(isinstance(key, ir.Value) and e == 1.0 and is_single(site, key) for key, e in rate):

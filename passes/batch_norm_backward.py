@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx_ir as ir
 
 from gradfuse.custom_ops.batch_norm_backward import MAX_RANK
-from gradfuse.passes.algebra import UNIT, ZERO, Poly
+from gradfuse.passes.algebra import UNIT, Poly
 from gradfuse.passes.matching import (
     TOLERANCE,
     Builder,
@@ -23,12 +23,9 @@ from gradfuse.passes.matching import (
     require_same,
     wanted_outputs,
 )
-from gradfuse.passes.matching.terms import parts_of_sum
 from gradfuse.passes.reading import Form, is_float
 
 _CHANNELS = 1  # the dimension of channels in the operator
-_VALUES = 120  # that a gradient is made of
-_FACTORS = 16  # of a product
 _VECTORS = 5  # forms of a deviation, and a weight
 _CANDIDATES = 8  # for the gradient of the result that are tried
 _READERS = 24  # of a value that are looked at
@@ -81,68 +78,31 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
     if any(value.dtype != root.dtype for value in inputs):
         raise Mismatch("it is computed of tensors of several types")
     whole, vector = site.extents(inputs[1]), site.extents(inputs[2])
-    sizes = [size if value is not None else [ZERO] for size, value in zip((whole, vector, vector), wanted, strict=True)]
-    outputs = builder.fused_whole(
-        FuseBatchNormBackwardPass.operator, inputs, sizes, output_mask=[int(value is not None) for value in wanted]
-    )
-    (output, *others) = ((value, new) for value, new in zip(wanted, outputs, strict=True) if value is not None)
-    rewrite = builder.rewrite("batch-norm-backward", [output[1]], output[1])
-    return replace(rewrite, frontier=tuple(inputs), others=tuple(others), runs=frozenset([node]))
+    operator, sizes = FuseBatchNormBackwardPass.operator, (whole, vector, vector)
+    return normalizing.of_training(builder, operator, "batch-norm-backward", node, inputs, inputs, wanted, sizes)
 
 
 def _is_subtraction(node: ir.Node) -> bool:
     return not node.domain and node.op_type in ("Add", "Sub")
 
 
-@dataclass(frozen=True)
-class _Region:
-    """The arithmetic behind a value, up to other layers.
-
-    Attributes:
-        root: the value.
-        channels: the dimension of the channels.
-        nodes: what computes the value.
-        reduced: whole tensors that are summed.
-        centred: differences of a whole tensor and a vector, with the two.
-    """
-
-    root: ir.Value
-    channels: int
-    nodes: frozenset[ir.Node]
-    reduced: tuple[ir.Value, ...]
-    centred: Mapping[ir.Value, tuple[ir.Value, ir.Value]]
-
-
-def _region(site: Site, root: ir.Value, channels: int) -> _Region | None:
-    """The arithmetic behind a value; None where there is none of the gradient's, or more than that."""
+def _region(site: Site, root: ir.Value, channels: int) -> normalizing.Region | None:
+    """The arithmetic behind a value; None if there is none of the gradient's."""
     reduced: dict[ir.Value, None] = {}
     centred: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
-    is_whole, is_mean = partial(_is_whole, site, root=root), partial(_is_vector, site, root=root, channels=channels)
     nodes: dict[ir.Node, None] = {}
-    todo, seen = [root], {root}
-    for value in todo:
-        node = value.producer()
-        inputs = None if node is None or not is_float(value) else normalizing.operands(site, node)
-        if node is None or inputs is None:
-            continue
-        if normalizing.reduced(site, node) is not None and inputs[0] is not None and is_whole(inputs[0]):
-            reduced[inputs[0]] = None
+    is_whole = partial(normalizing.is_whole, site, root=root)
+    is_mean = partial(_is_vector, site, root=root, channels=channels)
+    for value, node in normalizing.arithmetic(site, root):
+        summed = normalizing.reduced(site, node)
+        if summed is not None and is_whole(site.first(summed)):
+            reduced[site.first(summed)] = None
         if (pair := normalizing.difference(site, value, is_whole, is_mean)) is not None:
             centred[value] = pair
         nodes[node] = None
-        for other in inputs:
-            if other is not None and other not in seen:
-                seen.add(other)
-                todo.append(other)
-        if len(todo) > _VALUES:
-            break
     if not reduced or not centred:
         return None
-    return _Region(root, channels, frozenset(nodes), tuple(reduced), centred)
-
-
-def _is_whole(site: Site, value: ir.Value, root: ir.Value) -> bool:
-    return is_float(value) and site.knows(value) and site.extents(value) == site.extents(root)
+    return normalizing.Region(root, channels, frozenset(nodes), tuple(reduced), centred)
 
 
 def _is_vector(site: Site, value: ir.Value, root: ir.Value, channels: int) -> bool:
@@ -155,11 +115,9 @@ def _is_vector(site: Site, value: ir.Value, root: ir.Value, channels: int) -> bo
     return 0 <= place < len(extents) and [s for s in extents if s != UNIT] in ([size], []) and (extents[place] == size)
 
 
-def _candidates(site: Site, region: _Region) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
+def _candidates(site: Site, region: normalizing.Region) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
     """Gradients of the result, inputs and means that a value may be made of."""
-    is_whole = partial(_is_whole, site, root=region.root)
-    terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(site, value, is_whole, _FACTORS))
-    products = [normalizing.factors(site, term, is_whole)[::-1] for term in terms]
+    products = region.products(site)
     met: set[tuple[ir.Value, ir.Value]] = set()
     pairs = [(centred, x, mean) for centred, (x, mean) in region.centred.items()]
     # A product with a difference may be written term by term.
@@ -172,42 +130,9 @@ def _candidates(site: Site, region: _Region) -> Iterator[tuple[ir.Value, ir.Valu
                 yield gradient, x, mean
 
 
-def _vectors(site: Site, region: _Region, stops: Sequence[ir.Value]) -> list[ir.Value]:
-    """The vectors that a value is made of, beside others that are given.
-
-    Raises:
-        Mismatch: it is made of more than vectors.
-    """
-    is_vector = partial(_is_vector, site, root=region.root, channels=region.channels)
-    found: dict[ir.Value, None] = {}
-    views: dict[ir.Value, ir.Value] = {}
-    todo, seen = [region.root], {region.root, *stops}
-    for value in todo:
-        if len(todo) > _VALUES:
-            raise Mismatch("it is made of more than the gradient is")
-        node = value.producer()
-        if (site.forms.constant(value) is not None and not is_vector(value)) or normalizing.is_size(site, value):
-            continue
-        inputs = None if node is None or normalizing.is_inverse(site, node) else normalizing.operands(site, node)
-        if node is None or inputs is None:
-            # What has its elements in other dimensions may be viewed as a vector.
-            vector = value
-            while not is_vector(vector):
-                if vector not in views:
-                    raise Mismatch(f"{value.name} is part of it, which is no vector of the channels")
-                vector = views[vector]
-            found[vector] = None
-            continue
-        for other in inputs:
-            if other is not None and other not in seen:
-                seen.add(other)
-                todo.append(other)
-                if node.op_type in normalizing.VIEWS:
-                    views[other] = value
-    return list(found)
-
-
-def _bound(site: Site, builder: Builder, region: _Region, gradient: ir.Value, x: ir.Value, mean: ir.Value) -> Rewrite:
+def _bound(
+    site: Site, builder: Builder, region: normalizing.Region, gradient: ir.Value, x: ir.Value, mean: ir.Value
+) -> Rewrite:
     # Any vector serves as the mean; what reads the mean of x in several forms asks to look into them.
     try:
         return _bound_beside(site, builder, region, _Whole(gradient, x, mean, (mean,)))
@@ -246,9 +171,10 @@ class _Parts:
     weight: ir.Value | None
 
 
-def _bound_beside(site: Site, builder: Builder, region: _Region, whole: _Whole) -> Rewrite:
+def _bound_beside(site: Site, builder: Builder, region: normalizing.Region, whole: _Whole) -> Rewrite:
     stops = [whole.gradient, whole.x, *whole.own]
-    vectors = _vectors(site, region, stops)
+    is_vector = partial(_is_vector, site, root=region.root, channels=region.axis)
+    vectors = normalizing.vectors(site, region.root, stops, is_vector)
     if not 1 <= len(vectors) <= _VECTORS:
         raise Mismatch(f"it has {len(vectors)} vectors of the channels beside the mean, not 1 to {_VECTORS}")
     dtype = region.root.dtype
@@ -291,20 +217,20 @@ class _Definition:
     channel: tuple[int, ...]
 
 
-def _definition(site: Site, region: _Region, parts: _Parts) -> _Definition:
+def _definition(site: Site, region: normalizing.Region, parts: _Parts) -> _Definition:
     algebra, forms, root, whole, sources = site.algebra, site.forms, region.root, parts.whole, parts.sources
     rank = len(site.extents(root))
     values = [whole.gradient, whole.x, whole.mean, parts.deviation, *([] if parts.weight is None else [parts.weight])]
     result, *given = forms.relative(root, *sources)
     opaque = dict(zip(sources, given, strict=True))
     known = [result, *(opaque.get(value) or forms.relative(value, *sources)[0] for value in values)]
-    vectors = [_column(form, rank, region.channels) for form in known[3:]]
+    vectors = [_column(form, rank, region.axis) for form in known[3:]]
     groups, (p, g, data, m, r, *w) = forms.broadcast([*known[:3], *vectors])
     if not parts.is_inverse:
         r = algebra.power(r, -1)
     sizes = dict(enumerate(size for group in groups for size in group))
     form = Form(groups, p)
-    channel = tuple(form.variables(region.channels))
+    channel = tuple(form.variables(region.axis))
     others = {v: size for v, size in sizes.items() if v not in channel}
     count = algebra.product(others.values())
     d = data - m
@@ -321,17 +247,19 @@ def _column(form: Form, rank: int, channels: int) -> Form:
     return Form(tuple(own if axis == channels else () for axis in range(rank)), form.poly)
 
 
-def _rewrite(site: Site, builder: Builder, region: _Region, parts: _Parts, definition: _Definition) -> Rewrite:
+def _rewrite(
+    site: Site, builder: Builder, region: normalizing.Region, parts: _Parts, definition: _Definition
+) -> Rewrite:
     root, gradient = region.root, parts.whole.gradient
     extents = site.extents(root)
-    size = extents[region.channels]
+    size = extents[region.axis]
     sums = _sums(site, region, parts, definition)
     gate = _gate(site, gradient, root)
     source, relu_output = (gradient, None) if gate is None else gate
     # Channels that are last are the second dimension of the same elements in two.
     shape = extents
-    if region.channels != _CHANNELS:
-        shape = [site.algebra.product(extents[: region.channels]), size]
+    if region.axis != _CHANNELS:
+        shape = [site.algebra.product(extents[: region.axis]), size]
     vectors = [parts.weight, parts.whole.mean, parts.deviation]
     weight, mean, invstd = (None if v is None else builder.reshape(_flat(site, v, region), [size]) for v in vectors)
     if not parts.is_inverse:
@@ -345,22 +273,16 @@ def _rewrite(site: Site, builder: Builder, region: _Region, parts: _Parts, defin
         invstd,
         *([] if relu_output is None else [builder.reshape(relu_output, shape)]),
     ]
-    sizes = [[size] if value is not None else [ZERO] for value in sums]
-    mask = [1, *(int(value is not None) for value in sums)]
-    fused = builder.fused_whole(FuseBatchNormBackwardPass.operator, inputs, [shape, *sizes], output_mask=mask)
-    others = [
-        (value, builder.reshape(output, site.extents(value)))
-        for value, output in zip(sums, fused[1:], strict=True)
-        if value is not None
-    ]
+    operator = FuseBatchNormBackwardPass.operator
+    fused, others = normalizing.fused_with_sums(site, builder, operator, inputs, shape, [size], sums)
     frontier = [v for v in parts.sources if v is not gradient]
     frontier += [source] if relu_output is None else [source, relu_output]
     rule = "batch-norm-backward" if relu_output is None else "batch-norm-relu-backward"
-    rewrite = builder.rewrite(rule, [fused[0]], builder.reshape(fused[0], extents))
-    return replace(rewrite, frontier=tuple(frontier), others=tuple(others))
+    rewrite = builder.rewrite(rule, [fused], builder.reshape(fused, extents))
+    return replace(rewrite, frontier=tuple(frontier), others=others)
 
 
-def _flat(site: Site, vector: ir.Value, region: _Region) -> ir.Value:
+def _flat(site: Site, vector: ir.Value, region: normalizing.Region) -> ir.Value:
     """A vector with one dimension, where the graph has it ahead of the root; or else as it is."""
     todo, seen = [vector], {vector}
     for value in todo:
@@ -369,37 +291,24 @@ def _flat(site: Site, vector: ir.Value, region: _Region) -> ir.Value:
         uses = itertools.islice(value.uses(), _READERS)
         views = [use.node.outputs[0] for use in uses if use.node.op_type in normalizing.VIEWS]
         new = [v for v in views if v not in seen and v.dtype == vector.dtype and v in site.position]
-        new = [v for v in new if site.is_ahead(v, region.root) and _is_vector(site, v, region.root, region.channels)]
+        new = [v for v in new if site.is_ahead(v, region.root) and _is_vector(site, v, region.root, region.axis)]
         seen.update(new)
         todo += new
     return vector
 
 
-def _sums(
-    site: Site, region: _Region, parts: _Parts, definition: _Definition
-) -> tuple[ir.Value | None, ir.Value | None]:
-    """The gradients of weight and bias, where something else than the gradient of the input reads them."""
+def _sums(site: Site, region: normalizing.Region, parts: _Parts, definition: _Definition) -> list[ir.Value | None]:
+    """The gradients of weight and bias, if anything other than the gradient of the input reads them."""
     if len(definition.channel) != 1:
-        return None, None
+        return [None, None]
     products = [parts.whole.gradient, *site.read_by([parts.whole.gradient], {"Mul"})]
     reduced = site.read_by(products, normalizing.REDUCTIONS | normalizing.PRODUCTS)
     scaled = site.read_by(reduced, {"Mul"} | normalizing.VIEWS)
     values = [*reduced, *scaled, *site.read_by(scaled, normalizing.VIEWS)]
-    found: list[ir.Value | None] = []
-    for expected in (definition.grad_weight, definition.grad_bias):
-        wanted = site.algebra.substitute(expected, {definition.channel[0]: site.algebra.var(0)})
-        found.append(next((v for v in values if _is_sum(site, region, parts, v, wanted)), None))
-    return found[0], found[1]
-
-
-def _is_sum(site: Site, region: _Region, parts: _Parts, value: ir.Value, wanted: Poly) -> bool:
-    root = region.root
-    if value.dtype != root.dtype or not _is_vector(site, value, root, region.channels):
-        return False
-    if not value.is_graph_output() and all(use.node in region.nodes for use in value.uses()):
-        return False
-    assert root.dtype is not None
-    return site.forms.relative(value, *parts.sources)[0].poly.close_to(wanted, 8 * TOLERANCE[root.dtype])
+    names = {definition.channel[0]: site.algebra.var(0)}
+    wanted = [site.algebra.substitute(one, names) for one in (definition.grad_weight, definition.grad_bias)]
+    is_vector = partial(_is_vector, site, root=region.root, channels=region.axis)
+    return normalizing.sums(site, region, parts.sources, values, wanted, is_vector)
 
 
 def _gate(site: Site, gradient: ir.Value, root: ir.Value) -> tuple[ir.Value, ir.Value] | None:
@@ -410,14 +319,14 @@ def _gate(site: Site, gradient: ir.Value, root: ir.Value) -> tuple[ir.Value, ir.
     condition, nothing, source = node.inputs
     assert condition is not None and nothing is not None and source is not None
     test = condition.producer()
-    # Other comparisons cut what is NaN.
+    # Other comparisons cut NaN.
     if test is None or test.op_type != "LessOrEqual" or test.domain or None in test.inputs:
         return None
     output, least = test.inputs
     assert output is not None and least is not None
     if not _is_zero(site, nothing) or not _is_zero(site, least):
         return None
-    fits = all(_is_whole(site, v, root) and v.dtype == root.dtype for v in (source, output))
+    fits = all(normalizing.is_whole(site, v, root) and v.dtype == root.dtype for v in (source, output))
     return (source, output) if fits else None
 
 

@@ -1,6 +1,6 @@
 """ConvolutionBackward: the gradients of a convolution w.r.t. its weight, its input and its bias.
 
-A convolution has no canonical form, so this rule goes by nodes and their attributes. The test by numbers runs them.
+A convolution has no canonical form, so this rule matches nodes and their attributes. The numerical test runs them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from gradfuse.custom_ops.convolutions import MOST_SPATIAL
+from gradfuse.custom_ops.spatial import MOST_SPATIAL
 from gradfuse.passes.algebra import UNIT, ZERO, Poly
 from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, is_node_of_training, wanted_outputs
 from gradfuse.passes.proving.shrinking import KEPT_SIZE
@@ -23,9 +23,9 @@ _STEPS = 6  # cuts and paddings one after the other
 
 
 class FuseConvolutionBackwardPass(FusePass):
-    """Finds a convolution of a whole image x by a gradient g, with batch and channels of both changed about, so that
+    """Finds a convolution of a whole image x by a gradient g, with batch and channels of both swapped, so that
 
-    1. its result, changed about again and cut to the taps, is the gradient of the weight: its stride is the dilation of
+    1. its result, swapped again and cropped to the taps, is the gradient of the weight: its stride is the dilation of
        the convolution, its dilation the stride;
     2. a Conv, or a ConvTranspose the other way, of a weight w of that shape reads x or g with these attributes.
 
@@ -135,13 +135,13 @@ def _window(node: ir.Node, spatial: int) -> _Window | None:
 
 
 def _is_swap(node: ir.Node) -> bool:
-    """Whether a node makes the first two dimensions change places."""
+    """Whether a node swaps the first two dimensions."""
     perm = list(attribute(node, "perm", ()))
     return node.op_type == "Transpose" and not node.domain and perm == [1, 0, *range(2, len(perm))]
 
 
 def _is_cut(site: Site, node: ir.Node) -> bool:
-    """Whether a node cuts off the ends of places."""
+    """Whether a node crops the ends of spatial dimensions."""
     if node.op_type != "Slice" or len(node.inputs) < 4:
         return False
     starts, axes = site.forms.constant(node.inputs[1]), site.forms.constant(node.inputs[3])
@@ -199,7 +199,7 @@ def _rewrite(
     weight: ir.Value,
     runs: Iterable[ir.Node],
 ) -> Rewrite:
-    """The operator for the gradients of input, weight and bias, as far as they are wanted."""
+    """The operator for the requested gradients of input, weight and bias."""
     image, places, window = found.image, found.places, found.window
     channels: Sequence[Sequence[Poly]] = [site.extents(image), site.extents(weight), [site.extents(places)[1]]]
     sizes = [own if value is not None else [ZERO] for own, value in zip(channels, wanted, strict=True)]
@@ -296,7 +296,7 @@ def _grad_bias(site: Site, places: ir.Value) -> ir.Value | None:
 
 
 def _smaller(site: Site, weight: ir.Value, found: _Products) -> dict[int, int]:
-    """Sizes in which the convolution is as valid as in its own, by those that they stand for; none if there are none.
+    """Smaller sizes for which the convolution is still valid, by the original ones; empty if there are none.
 
     What is behind the last window stays, and so do kernels and, with groups, channels. Of two sizes that are the same
     number, one may keep the other from being smaller.

@@ -66,7 +66,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
     3. [t = i] makes a zero: i is the ignore_index; so does [row < n], where t has n elements: t is padded with i; so do
        other conditions on the row: there t is replaced by i, as what they leave out may be infinite.
 
-    The operator refuses a target that is no class, so "t is a class" is taken for granted.
+    The operator refuses a target that is not a class, so rules assume that t is one.
 
     The reduction is read from a alone: "mean" where it has the inverse of the number (or weight) of the rows that
     count, "sum" where it depends on no row, else "none" with a as the gradient of each row's loss.
@@ -195,7 +195,7 @@ class FuseCrossEntropyLossGradPass(FusePass):
         by_row: list[int],
         sizes: Mapping[int, Poly],
     ) -> ir.Value:
-        """The gradient of the loss, or of each row's; what it is for ignored rows does not matter."""
+        """The gradient of the loss, or of each row's; its values for ignored rows do not matter."""
         assert root.dtype is not None
         layout = [by_row] if by_row else []
         before = len(builder.nodes)
@@ -428,7 +428,7 @@ def _hit(algebra: Algebra, form: Form, r: Poly, j: int) -> tuple[Atom, Poly]:
         (a, x) for a, x in hits if algebra.is_count(x) and algebra.inside_proven(x, sizes[j], sizes)
     ]
     if len(hits) == 2:
-        # A number below 0 may count from the end. It is no class, and the operator refuses it.
+        # A negative number may count from the end. It is not a class, and the operator refuses it.
         hits = [(a, x) for a, x in hits if _wrapped(algebra, r, j, x + sizes[j])] or hits
     if len(hits) != 1:
         raise Mismatch(f"it has {len(hits) or 'no'} one-hot targets; the operator takes one, of class indices")
@@ -462,7 +462,7 @@ def _ignored_targets(algebra: Algebra, form: Form, p: Poly, j: int, r: Poly) -> 
     try:
         hit, target = _hit(algebra, form, r, j)
     except Mismatch:
-        yield None  # which is told when it is read
+        yield None  # reading it says why
         return
     on, off = _parts(algebra, hit, target, j, r)
     found = False
@@ -558,7 +558,7 @@ def _reduction(algebra: Algebra, form: Form, loss: _Loss, factor: Poly, rows: li
     """The reduction with the simplest gradient of the loss, and that gradient."""
     found: list[tuple[tuple[int, float], str, Poly]] = []
     gradients = {"sum": factor}
-    # Of one row that may be ignored there is no mean.
+    # A single row that may be ignored has no mean.
     with contextlib.suppress(TooComplex):
         inverse = algebra.power(_mean_divisor(algebra, form, loss), -1)
         (m,) = inverse.terms

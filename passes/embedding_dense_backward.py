@@ -39,8 +39,8 @@ _MOST_WITH_FEW = 1 << 20
 class FuseEmbeddingDenseBackwardPass(FusePass):
     """Finds a value that is, as a function of one tensor dY of rows, the sum over all rows r of [v = index of r] dY[r].
 
-    The operator refuses an index that is out of range. So an index that the graph is given is taken to be in range, and
-    others must not be below 0. Rows in order of their index go to GroupedBiasAddGrad, which comes first.
+    The operator refuses an index that is out of range. So an index that is a graph input is assumed to be in range, and
+    others must be non-negative. Rows in order of their index go to GroupedBiasAddGrad, which comes first.
     """
 
     operator = "EmbeddingDenseBackward"
@@ -65,7 +65,7 @@ class FuseEmbeddingDenseBackwardPass(FusePass):
         return None
 
     def unmatched(self, site: Site) -> Iterator[NearMiss]:
-        """Rows that are gathered by a table of segments, and not added up as any rule reads it."""
+        """Rows that are gathered by a table of segments, and added up in a way that no rule reads."""
         for node in site.graph:
             if any(table.gather is node for table in site.forms.tables.values()):
                 yield NearMiss(names_of([node])[0], self.operator, _BY_TABLE)
@@ -113,7 +113,7 @@ class FuseEmbeddingDenseBackwardPass(FusePass):
 
 
 def _is_in_range(site: Site, index: ir.Value, weights: int) -> bool:
-    """Whether an index is not below 0: by what computes it, or as one that the graph is given."""
+    """Whether an index is non-negative: by the nodes that compute it, or because it is a graph input."""
     if (ends := _counted(site, index, weights)) is not None:
         return _is_given(ends) or Order(site.forms).least(ends) >= -weights
     return _is_given(index) or Order(site.forms).least(index) >= 0
@@ -161,7 +161,7 @@ def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
     """The tensors whose rows a value may add up."""
     node = root.producer()
     if node is not None and node.op_type == "Transpose" and not node.domain and node.inputs[0] is not None:
-        # A product that is the other way round.
+        # A product with swapped operands.
         node = site.first(node.inputs[0]).producer()
         if node is None or node.op_type not in _PRODUCTS:
             return
@@ -170,7 +170,7 @@ def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
     place = _ROWS.get((node.domain, node.op_type))
     if place is not None and len(node.inputs) > place:
         if not node.domain and attribute(node, "reduction", "none") != "add":
-            return  # It puts rows where no other is.
+            return  # It puts each row in a place of its own.
         yield from _with_what_is_behind(site, node.inputs[place])
     elif not node.domain and node.op_type in _PRODUCTS and len(node.inputs) > 1:
         yield from _rows_of_product(site, node)

@@ -55,7 +55,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
     Ends that do not increase are an error for the op. Where rows past the last end have no group in the graph, and the
     graph allows them, the op gets one more group for them, which is cut off.
 
-    An arbitrary index (of a Gather or an embedding) is no proof of order, and is left alone.
+    An arbitrary index (of a Gather or an embedding) is not known to be sorted, and is left alone.
     """
 
     operator = "GroupedBiasAddGrad"
@@ -66,14 +66,14 @@ class FuseGroupedBiasAddGradPass(FusePass):
         if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES:
             return None
         if _sums_nothing(site, node) and any(_sums_nothing(site, use.node) for use in root.uses()):
-            return None  # It was tried as what it goes on as.
+            return None  # It was tried as its successor.
         miss: Mismatch | None = None
         for source in _sources(site, root):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
                 try:
                     rewrite = self._from(site, builder, root, source)
                 except Mismatch as reason:
-                    # Rows that are picked in another order are no groups, but they may be as they are picked.
+                    # Rows that are gathered in another order are not groups, but they may be in the gathered order.
                     miss = miss or reason
                     continue
                 if rewrite is not None:
@@ -195,7 +195,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
     def _sorted_index(
         self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, form: Form, own: Form
     ) -> Rewrite | None:
-        """Rows by an index that never decreases, however it came about: the number of rows up to a group is its end."""
+        """Rows by an index that never decreases, however it is computed: the number of rows up to a group is its
+        end."""
         if not _same_columns(form, own):
             return None
         algebra, order, rows, groups = site.algebra, Order(site.forms), own.sizes[0], form.sizes[0]
@@ -476,9 +477,9 @@ def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
 
 
 def _what_is_behind(site: Site, root: ir.Value) -> _Behind:
-    """What a value carries. It is kept, so that each value is looked at once.
+    """What a value carries, cached so that each value is examined once.
 
-    Roots come from the end of the graph, so what is kept about values ahead of them stays true.
+    Roots come from the end of the graph, so cached facts about values before them stay valid.
     """
     behind: dict[ir.Value, _Behind] = site.notes("what sums carry")
     todo = [root]
@@ -504,7 +505,7 @@ def _joined(site: Site, value: ir.Value, operands: list[_Behind] | None) -> _Beh
     sources: dict[ir.Value, None] = {}
     if node is not None and _is_end(site, node):
         source = normalizing.reduced(site, node) or _first_input(node)
-        # A view there and back again is none.
+        # A view and its inverse cancel.
         while source is not None and (above := site.first(source).producer()) is not None and above.op_type in _CUTS:
             source = _first_input(above)
         return _Behind(() if source is None else (source,))
@@ -524,7 +525,7 @@ def _is_end(site: Site, node: ir.Node) -> bool:
 
 
 def _is_product(site: Site, node: ir.Node) -> bool:
-    """Whether a node is a product of matrices, and no sum by ones."""
+    """Whether a node is a matrix product, and not a sum by ones."""
     return node.op_type in _PRODUCTS and not node.domain and normalizing.reduced(site, node) is None
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx_ir as ir
 
 from gradfuse.custom_ops.layer_norm_backward import MAX_RANK
-from gradfuse.passes.algebra import UNIT, ZERO, Poly
+from gradfuse.passes.algebra import UNIT, Poly
 from gradfuse.passes.matching import (
     TOLERANCE,
     Builder,
@@ -23,12 +23,9 @@ from gradfuse.passes.matching import (
     require_same,
     wanted_outputs,
 )
-from gradfuse.passes.matching.terms import parts_of_sum
 from gradfuse.passes.reading import is_float
 
-_VALUES = 120  # that a gradient is made of
 _CANDIDATES = 16  # that are tried
-_FACTORS = 16  # of a product
 _ROWS = 4  # forms of a deviation
 _STEPS = 3  # from a gradient to what is summed
 _WITH_MEAN, _WITHOUT = "LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"
@@ -88,67 +85,29 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
     if any(site.extents(value) != rows for value in statistics):
         raise Mismatch("its statistics are not one a row")
     wanted += [None] * (3 - len(wanted))
-    sizes = [size if value is not None else [ZERO] for size, value in zip((whole, inner, inner), wanted, strict=True)]
     operands = [*inputs[:3], *([] if count == 5 else [None]), *statistics]
-    mask = [int(value is not None) for value in wanted]
-    outputs = builder.fused_whole(
-        FuseLayerNormBackwardPass.operator, operands, sizes, axis=first - len(whole), output_mask=mask
-    )
-    (output, *others) = ((value, new) for value, new in zip(wanted, outputs, strict=True) if value is not None)
-    rewrite = builder.rewrite("layer-norm-backward", [output[1]], output[1])
-    return replace(rewrite, frontier=tuple(inputs), others=tuple(others), runs=frozenset([node]))
+    operator, sizes, axis = FuseLayerNormBackwardPass.operator, (whole, inner, inner), first - len(whole)
+    rule = "layer-norm-backward"
+    return normalizing.of_training(builder, operator, rule, node, inputs, operands, wanted, sizes, axis=axis)
 
 
-@dataclass(frozen=True)
-class _Region:
-    """The arithmetic behind a value, up to other layers.
-
-    Attributes:
-        root: the value.
-        first: the first of the axes that are summed over.
-        nodes: what computes the value.
-        reduced: whole tensors that are summed over these axes.
-        centred: differences of a whole tensor and a number for each row, with the two.
-    """
-
-    root: ir.Value
-    first: int
-    nodes: frozenset[ir.Node]
-    reduced: tuple[ir.Value, ...]
-    centred: Mapping[ir.Value, tuple[ir.Value, ir.Value]]
-
-    @property
-    def rule(self) -> str:
-        return "layer-norm-backward" if self.centred else "rms-norm-backward"
-
-
-def _regions(site: Site, root: ir.Value) -> Iterator[_Region]:
+def _regions(site: Site, root: ir.Value) -> Iterator[normalizing.Region]:
     """The arithmetic behind a value, for each number of axes that it sums over."""
-    nodes: dict[ir.Node, None] = {}
+    whole = partial(normalizing.is_whole, site, root=root)
     reduced: dict[int, list[ir.Value]] = {}
-    todo, seen = [root], {root}
-    for value in todo:
-        node = value.producer()
-        inputs = None if node is None or not is_float(value) else normalizing.operands(site, node)
-        if node is None or inputs is None:
-            continue
-        if normalizing.reduced(site, node) is not None and inputs[0] is not None and _is_whole(site, inputs[0], root):
+    found = dict(normalizing.arithmetic(site, root))
+    for value, node in found.items():
+        summed = normalizing.reduced(site, node)
+        if summed is not None and whole(site.first(summed)):
             first = _first_summed(site, value, root)
             if first is not None:
-                reduced.setdefault(first, []).append(inputs[0])
-        nodes[node] = None
-        for other in inputs:
-            if other is not None and other not in seen:
-                seen.add(other)
-                todo.append(other)
-        if len(todo) > _VALUES:
-            break
+                reduced.setdefault(first, []).append(site.first(summed))
+    nodes = frozenset(found.values())
     for first, sums in reduced.items():
-        whole, mean = partial(_is_whole, site, root=root), partial(_is_of_rows, site, root=root, first=first)
-        values = dict.fromkeys(node.outputs[0] for node in nodes)
-        found = {value: normalizing.difference(site, value, whole, mean) for value in values}
-        centred = {value: pair for value, pair in found.items() if pair is not None}
-        yield _Region(root, first, frozenset(nodes), tuple(dict.fromkeys(sums)), centred)
+        mean = partial(_is_of_rows, site, root=root, first=first)
+        pairs = {value: normalizing.difference(site, value, whole, mean) for value in found}
+        centred = {value: pair for value, pair in pairs.items() if pair is not None}
+        yield normalizing.Region(root, first, nodes, tuple(dict.fromkeys(sums)), centred)
 
 
 def _first_summed(site: Site, total: ir.Value, root: ir.Value) -> int | None:
@@ -160,10 +119,6 @@ def _first_summed(site: Site, total: ir.Value, root: ir.Value) -> int | None:
         return len(left) if left == whole[: len(left)] else None
     firsts = range(len(whole) - 1, -1, -1)
     return next((k for k in firsts if left == [*whole[:k], *(UNIT for _ in whole[k:])]), None)
-
-
-def _is_whole(site: Site, value: ir.Value, root: ir.Value) -> bool:
-    return is_float(value) and site.knows(value) and site.extents(value) == site.extents(root)
 
 
 def _is_of_rows(site: Site, value: ir.Value, root: ir.Value, first: int) -> bool:
@@ -186,17 +141,14 @@ def _is_inner(site: Site, value: ir.Value, root: ir.Value, first: int) -> bool:
 class _Candidate:
     """A gradient of the result, the input and perhaps the mean that a value may be made of."""
 
-    region: _Region
+    region: normalizing.Region
     gradient: ir.Value
     x: ir.Value
     mean: ir.Value | None
 
 
-def _candidates(site: Site, region: _Region) -> Iterator[_Candidate]:
-    """The furthest factors first, which a weight has not been multiplied with."""
-    is_whole = partial(_is_whole, site, root=region.root)
-    terms = dict.fromkeys(term for value in region.reduced for term in parts_of_sum(site, value, is_whole, _FACTORS))
-    products = [normalizing.factors(site, term, is_whole)[::-1] for term in terms]
+def _candidates(site: Site, region: normalizing.Region) -> Iterator[_Candidate]:
+    products = region.products(site)
     met: set[tuple[ir.Value, ir.Value]] = set()
     # A product with a difference may be written term by term.
     centred = {**{x: (x, mean) for x, mean in region.centred.values()}, **region.centred}
@@ -233,13 +185,20 @@ class _Parts:
 
 
 def _parts(site: Site, one: _Candidate) -> Iterator[_Parts]:
-    # Any number a row serves as the mean; what reads the mean of x in several forms asks to look into them.
+    root, first = one.region.root, one.region.axis
+    is_of_rows = partial(_is_of_rows, site, root=root, first=first)
+    is_inner = partial(_is_inner, site, root=root, first=first)
+    # Any per-row number serves as the mean; a reader of several forms of the mean of x asks to expand them.
     for own_mean in [[]] if one.mean is None else [[one.mean], []]:
         stops = [one.gradient, one.x, *own_mean]
-        vectors = _vectors(site, one.region, stops)
-        if vectors is None or len(vectors[1]) > 1:
+        try:
+            vectors = normalizing.vectors(site, root, stops, lambda value: is_of_rows(value) or is_inner(value))
+        except Mismatch:
             continue
-        rows, inner = vectors
+        rows = [value for value in vectors if is_of_rows(value)]
+        inner = [value for value in vectors if not is_of_rows(value)]
+        if len(inner) > 1:
+            continue
         weight = next(iter(inner), None)
         cut = any(normalizing.is_cut(site, value) for value in rows)
         ways = [(value, True, cut) for value in rows]
@@ -249,44 +208,6 @@ def _parts(site: Site, one: _Candidate) -> Iterator[_Parts]:
         elif len(rows) <= _ROWS:
             # Differentiating node by node leaves the deviation in several forms.
             yield from (_Parts(one, (*stops, *inner), *way, weight) for way in ways)
-
-
-def _vectors(site: Site, region: _Region, stops: Sequence[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]] | None:
-    """The numbers of rows, and the vectors over the last axes, that a value is made of beside others that are given.
-
-    None where it is made of something else as well.
-    """
-    root, first = region.root, region.first
-    rows: dict[ir.Value, None] = {}
-    inner: dict[ir.Value, None] = {}
-    views: dict[ir.Value, ir.Value] = {}
-    todo, seen = [root], {root, *stops}
-    for value in todo:
-        if len(todo) > _VALUES:
-            return None
-        node = value.producer()
-        fits = _is_of_rows(site, value, root, first) or _is_inner(site, value, root, first)
-        if (site.forms.constant(value) is not None and not fits) or normalizing.is_size(site, value):
-            continue
-        inputs = None if node is None or normalizing.is_inverse(site, node) else normalizing.operands(site, node)
-        if node is None or inputs is None:
-            # What has its elements in other dimensions may be viewed as such a vector.
-            vector = value
-            while not (
-                (of_rows := _is_of_rows(site, vector, root, first)) or _is_inner(site, vector, root, first)
-            ):  # fmt: skip
-                if vector not in views:
-                    return None
-                vector = views[vector]
-            (rows if of_rows else inner)[vector] = None
-            continue
-        for other in inputs:
-            if other is not None and other not in seen:
-                seen.add(other)
-                todo.append(other)
-                if node.op_type in normalizing.VIEWS:
-                    views[other] = value
-    return list(rows), list(inner)
 
 
 def _bound(site: Site, builder: Builder, parts: _Parts) -> Rewrite:
@@ -326,7 +247,7 @@ def _definition(site: Site, parts: _Parts) -> _Definition:
     if not parts.is_inverse:
         r = algebra.power(r, -1)
     sizes = dict(enumerate(size for group in groups for size in group))
-    before = sum(len(group) for group in groups[: one.region.first])
+    before = sum(len(group) for group in groups[: one.region.axis])
     inner = {v: size for v, size in sizes.items() if v >= before}
     share = algebra.power(algebra.product(inner.values()), -1)
     m = others[0] if one.mean is not None else None
@@ -348,7 +269,7 @@ def _definition(site: Site, parts: _Parts) -> _Definition:
 
 def _rewrite(site: Site, builder: Builder, parts: _Parts, definition: _Definition) -> Rewrite:
     one, sources, weight = parts.candidate, parts.sources, parts.weight
-    root, first = one.region.root, one.region.first
+    root, first = one.region.root, one.region.axis
     extents = site.extents(root)
     inner = extents[first:]
     sums = _sums(site, one, sources, definition)
@@ -362,25 +283,15 @@ def _rewrite(site: Site, builder: Builder, parts: _Parts, definition: _Definitio
         None if one.mean is None else builder.cast(one.mean, ir.DataType.FLOAT),
         rstd,
     ]
-    sizes = [inner if value is not None else [ZERO] for value in sums]
-    mask = [1, *(int(value is not None) for value in sums)]
-    fused = builder.fused_whole(
-        FuseLayerNormBackwardPass.operator, inputs, [extents, *sizes], axis=first - len(extents), output_mask=mask
-    )
-    others = [
-        (value, builder.reshape(output, site.extents(value)))
-        for value, output in zip(sums, fused[1:], strict=True)
-        if value is not None
-    ]
-    return replace(
-        builder.rewrite(one.region.rule, [fused[0]], fused[0]), frontier=tuple(sources), others=tuple(others)
-    )
+    operator, axis = FuseLayerNormBackwardPass.operator, first - len(extents)
+    fused, others = normalizing.fused_with_sums(site, builder, operator, inputs, extents, inner, sums, axis=axis)
+    rule = "layer-norm-backward" if one.region.centred else "rms-norm-backward"
+    return replace(builder.rewrite(rule, [fused], fused), frontier=tuple(sources), others=others)
 
 
-def _sums(
-    site: Site, one: _Candidate, sources: Sequence[ir.Value], definition: _Definition
-) -> tuple[ir.Value | None, ir.Value | None]:
-    """The gradients of weight and bias, where something else than the gradient of the input reads them."""
+def _sums(site: Site, one: _Candidate, sources: Sequence[ir.Value], definition: _Definition) -> list[ir.Value | None]:
+    """The gradients of weight and bias, if anything other than the gradient of the input reads them."""
+    region = one.region
     products = new = [one.gradient]
     for _ in range(_STEPS):
         new = site.read_by(new, {"Mul"} | normalizing.VIEWS)
@@ -388,18 +299,6 @@ def _sums(
     reduced = site.read_by(products, normalizing.REDUCTIONS | normalizing.PRODUCTS)
     values = [*reduced, *site.read_by(reduced, normalizing.VIEWS)]
     names = {v: site.algebra.var(k) for k, v in enumerate(definition.inner)}
-    found: list[ir.Value | None] = []
-    for expected in (definition.grad_weight, definition.grad_bias):
-        wanted = site.algebra.substitute(expected, names)
-        found.append(next((v for v in values if _is_sum(site, one, sources, v, wanted)), None))
-    return found[0], found[1]
-
-
-def _is_sum(site: Site, one: _Candidate, sources: Sequence[ir.Value], value: ir.Value, wanted: Poly) -> bool:
-    root = one.region.root
-    if value.dtype != root.dtype or not _is_inner(site, value, root, one.region.first):
-        return False
-    if not value.is_graph_output() and all(use.node in one.region.nodes for use in value.uses()):
-        return False
-    assert root.dtype is not None
-    return site.forms.relative(value, *sources)[0].poly.close_to(wanted, 8 * TOLERANCE[root.dtype])
+    wanted = [site.algebra.substitute(one, names) for one in (definition.grad_weight, definition.grad_bias)]
+    is_inner = partial(_is_inner, site, root=region.root, first=region.axis)
+    return normalizing.sums(site, region, sources, values, wanted, is_inner)

@@ -1,7 +1,6 @@
 """MaxPoolBackward: the gradient of maximum pooling.
 
-Maximum pooling has no canonical form, so this rule goes by nodes and their attributes. The test by numbers runs
-them.
+Maximum pooling has no canonical form, so this rule matches nodes and their attributes. The numerical test runs them.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 
 import onnx_ir as ir
 
-from gradfuse.custom_ops.max_pool_backward import MOST_SPATIAL, places
+from gradfuse.custom_ops.max_pool_backward import places
+from gradfuse.custom_ops.spatial import MOST_SPATIAL
 from gradfuse.passes.matching import Builder, Context, FusePass, Mismatch, Rewrite, Site
 from gradfuse.passes.proving.shrinking import KEPT_SIZE
 from gradfuse.passes.reading import attribute
@@ -49,7 +49,7 @@ class FuseMaxPoolBackwardPass(FusePass):
         return changed
 
     def refusal(self, site: Site, rewrite: Rewrite) -> str | None:
-        """The indices cost the forward pass more than their gradient saves where they are computed all the same."""
+        """If the indices are computed anyway, they cost the forward pass more than the gradient saves."""
         node = next(node for node in rewrite.runs if node.op_type in ("ScatterElements", "MaxPoolGrad"))
         positions = node.inputs[1]
         assert positions is not None
@@ -199,7 +199,7 @@ def _window(pool: ir.Node, spatial: int) -> _Window:
 
 
 def _require_begins_inside(site: Site, x: ir.Value, maxima: ir.Value, window: _Window) -> None:
-    """Refuse ceil_mode where a window may begin behind the image: versions of onnxruntime differ in whether it does."""
+    """Refuse ceil_mode if a window may begin past the image: versions of onnxruntime differ in whether it does."""
     if not window.ceil_mode:
         return
     spatial = len(window.kernel_size)
@@ -213,7 +213,7 @@ def _require_begins_inside(site: Site, x: ir.Value, maxima: ir.Value, window: _W
 
 
 def _smaller(site: Site, x: ir.Value, maxima: ir.Value, window: _Window) -> dict[int, int]:
-    """Sizes in which the pooling is as valid as in its own, by those that they stand for; none if there are none."""
+    """Smaller sizes for which the pooling is still valid, by the original ones; empty if there are none."""
     (batch, channels, *image), (_, _, *windows) = ([n.integer for n in site.extents(v)] for v in (x, maxima))
     table: dict[int, int] = {}
     for axis, (size, count) in enumerate(zip(image, windows, strict=True)):

@@ -158,13 +158,13 @@ def _unwritten_differences(site: Site, root: ir.Value, form: Form) -> Iterator[t
             if value is None or own is None or value not in site.position or own.groups != form.groups:
                 continue
             if any(site.algebra.atoms[a].kind == "eq" for m in own.poly.terms for a, _ in m):
-                continue  # That a row of a one-hot sums to 1 is taken for granted; this op has no class to refuse.
+                continue  # This assumes that a row of a one-hot sums to 1; this op has no class to refuse.
             near[value] = own.poly
             above = value.producer()
             if above is not None and above not in seen and above.op_type in _ARITHMETIC and not above.domain:
                 seen.add(above)
                 todo.append(above)
-    # What is computed first first: it leaves least behind.
+    # Earliest first: then most of the graph becomes unused.
     values = sorted(near, key=site.position.__getitem__)
     polys = [near[value] for value in values]
     for i, k in site.answer(
@@ -185,7 +185,7 @@ def _pairs(site: Site, form: Form, polys: list[Poly]) -> list[tuple[int, int]]:
             continue
         one, other = factors[i], factors[k]
         if wanted is not None and one is not None and other is not None and sorted(one + other) != wanted:
-            continue  # What does not vary changes no term in these, and a quotient takes far longer.
+            continue  # Constant factors change no term in these, and a quotient takes far longer.
         ratio = site.algebra.ratio(form.poly, x - t)
         if ratio is not None and not site.algebra.free(ratio) and ratio.constant not in (1.0, -1.0):
             found.append((i, k))

@@ -1,4 +1,4 @@
-"""The way of a model through `fuse`.
+"""What `fuse` does to a model.
 
 1. A context opens (matching/context.py). Types and shapes that the exporter left out are inferred (shapes.py). Each
    graph of the model becomes a site (matching/site.py), where every value has a canonical form (reading/, algebra/):
@@ -9,7 +9,7 @@
    - the operator's rules propose a rewrite, and the algebra checks that it computes the same;
    - the cost model says whether it pays (matching/cost.py);
    - original and rewrite are run side by side on numbers that would tell them apart (proving/);
-   - the new nodes take the place of the old ones (matching/rewrite.py).
+   - the new nodes replace the old ones (matching/rewrite.py).
 
    Each success becomes a `Fusion` in the context's report; whatever came close becomes a `NearMiss`, with the reason.
 3. What is left is searched for known bugs of exporters (diagnosis/exporter_bugs.py). `explain` also wants the backward
@@ -69,7 +69,7 @@ def default_pipeline(
         policy: "profitable" leaves alone what would move more bytes or not be faster; "all" takes every legal match.
         only: names of the operators to fuse; all that have rules if None.
         skip: names of operators to leave alone.
-        progress: called now and then with what is being done, how many nodes are done, and how many there are.
+        progress: called regularly with what is being done, how many nodes are done, and how many there are.
 
     Raises:
         ArgumentError: an unknown policy or operator.

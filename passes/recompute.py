@@ -1,8 +1,8 @@
-"""`RecomputePass`: a training step within a memory budget, by computing activations again in the backward pass.
+"""`RecomputePass`: a training step within a memory budget, by recomputing activations in the backward pass.
 
-What is computed again are copies of nodes of the forward pass. Each begins at views of what is kept, whose shape is
-computed of an empty slice of a value that the backward pass has just made. So no optimizer of a runtime can merge a
-copy with the first, and none can run early; the view costs no memory, and no number is changed.
+Copies of forward nodes do the recomputation. They begin at views of kept values, whose shape is computed from an empty
+slice of a value that the backward pass has just made. So no graph optimizer of a runtime can merge a copy with the
+original, and none can run early; the view costs no memory, and no number changes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gradfuse.checking.order import Observed
 
 SMALL = 4096
-"""Values of so many bytes are always kept."""
+"""Values of at most this many bytes are always kept."""
 OPERATION = 0.25
 """Bytes that move in the time of one multiplication and addition, half of that each."""
 
@@ -63,14 +63,14 @@ Key = tuple[int, bool]
 
 @dataclasses.dataclass(frozen=True)
 class Recomputation:
-    """What a memory budget did to a step. Bytes are those of values that a run computes, beside its inputs and outputs.
+    """What a memory budget did to a step. Bytes are those of values that a run computes, without inputs and outputs.
 
     Attributes:
         budget: the most bytes that were allowed.
         before: predicted bytes at the peak, without the budget.
         after: predicted bytes at the peak now.
         nodes: how many nodes run twice.
-        extra_time: predicted time of these, as a share of the time of the step without them.
+        extra_time: predicted time of these, as a fraction of the time of the step without them.
     """
 
     budget: int
@@ -87,7 +87,7 @@ class Recomputation:
 
 
 def parse_budget(budget: object, who: str) -> int | float:
-    """Return a budget as bytes (int) or as a share of what the step would take (float).
+    """Return a budget as bytes (int) or as a fraction of what the step would take (float).
 
     Args:
         budget: bytes as an integer, a text such as "512MiB" or "0.5", or a share above 0 and up to 1.
@@ -116,27 +116,27 @@ def parse_budget(budget: object, who: str) -> int | float:
 
 
 class RecomputePass(ir.passes.InPlacePass):
-    """Lets a training step take no more memory than a budget, by computing activations again.
+    """Keeps a training step within a memory budget, by recomputing activations.
 
-    What a budget counts is the most bytes of computed values, beside inputs and outputs, that are there at a time in
-    the order in which onnxruntime runs the nodes of the step. The step is run there once as it is, and once for each
-    plan: a plan that takes more is followed by another, and results of other bits are refused.
+    A budget limits the peak bytes of computed values, without inputs and outputs, in the order in which onnxruntime
+    runs the nodes of the step. The step is run there once as it is, and once for each plan: if a plan takes more,
+    another follows, and results that are not bit-identical are refused.
 
     Nodes that draw numbers without a seed, or have subgraphs, are not run twice.
 
     Args:
         budget: bytes as an integer, a text such as "512MiB", or a share above 0 and up to 1 of what the step takes.
         sizes: symbolic dimension of the inputs -> its size.
-        loss: the name of the output that gradients are of.
-        feeds: input -> the array to run the step on, where it is not random: integers are 0 then.
-        as_run: returns what onnxruntime is given of a model; None: the model itself.
+        loss: the name of the output that the gradients differentiate.
+        feeds: input -> the array to run the step on; by default floats are random, and integers 0.
+        as_run: returns the model that onnxruntime is given for one; None: the model itself.
 
     Attributes:
         report: what the last call did.
 
     Raises:
-        ArgumentError: the budget is none, a dimension that bytes depend on has no size, the least that is possible,
-            which is named, is more, or results would have other bits.
+        ArgumentError: the budget is invalid; a dimension that bytes depend on has no size; the smallest possible peak,
+            which the text names, is larger; or results would not be bit-identical.
         GradfuseError: onnxruntime is not installed.
         ModelError: onnxruntime cannot run the step.
     """
@@ -420,7 +420,7 @@ class _Step:
         return most
 
     def cuts(self, count: int) -> frozenset[int]:
-        """Return what crosses the narrowest places that divide the forward pass into so many parts of equal bytes."""
+        """Return the values that cross the narrowest cuts of the forward pass into `count` parts of equal bytes."""
         crossing, sums = self._crossing
         chosen: set[int] = set()
         for part in range(1, count):

@@ -21,7 +21,7 @@ class Fusion:
         op: the operator.
         node: the name of the fused node.
         rule: the rule that matched.
-        replaced: the nodes that it made superfluous.
+        replaced: the nodes that it made redundant.
         bytes_before: the memory traffic of these nodes.
         bytes_after: the memory traffic of the nodes in their place.
         speedup: the ratio of their times.
@@ -37,7 +37,7 @@ class Fusion:
 
     @property
     def bytes_saved(self) -> int:
-        """The predicted difference in memory traffic; negative where the fused node moves more."""
+        """The predicted difference in memory traffic; negative if the fused node moves more."""
         return self.bytes_before - self.bytes_after
 
 
@@ -50,7 +50,7 @@ class NearMiss:
         rule: the operator.
         reason: why the node was left alone.
         bug: whether a rule took it, and a run with numbers refuted the rule.
-        match: the rule that matched, if the cost alone speaks against it.
+        match: the rule that matched, if only the cost decided against it.
         nodes: the nodes that the op would have replaced, if the match came that far.
         bytes_saved: the traffic that this would have saved, if the match came that far.
     """
@@ -66,7 +66,7 @@ class NearMiss:
 
 @dataclass(frozen=True)
 class ExporterBug:
-    """A known bug of the exporter that shows in the graph, or of onnxruntime that the graph runs into.
+    """A known bug of the exporter that shows in the graph, or of onnxruntime that affects the graph.
 
     Attributes:
         bug: the name of the bug.
@@ -162,7 +162,7 @@ def _predicted(fusion: Fusion) -> str:
 
 
 def bytes_text(n: int) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes in readable units."""
     size, unit = float(n), "B"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:

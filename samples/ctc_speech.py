@@ -2,13 +2,13 @@
 
 Run it with `python samples/ctc_speech.py`; it needs `pip install "gradfuse[samples]"`. espeak-ng, which the package
 espeakng-loader ships, synthesises the speech: rows of three to six English digits in many voices, speeds and pitches,
-with added noise. The recogniser, a convolution and a GRU that reads both ways, hears log mel energies and learns the
-digits of a row without being told when each is said. The sample
+with added noise. The recogniser, a convolution and a bidirectional GRU, hears log mel energies and learns the digits of
+a row without being told when each is said. The sample
 
 1. exports the training step with AdamW in it; the CTC loss, which no other exporter takes, becomes the operators
    CtcLoss and CtcLossBackward,
 2. trains in onnxruntime,
-3. decodes rows of digits by voices that were not in the training, and counts the wrong labels.
+3. decodes rows of digits by voices that were not in the training data, and counts the wrong labels.
 
 Ctrl-C ends it with a checkpoint, from which the same command goes on. The exit status is 1 if the label error rate is
 above the wanted one.
@@ -130,7 +130,7 @@ class Recogniser(nn.Module):
 
 
 def steps_of(frames: int) -> int:
-    """How many steps T the convolution makes of so many frames."""
+    """How many steps T the convolution makes of a number of frames."""
     return (frames - 1) // 2 + 1
 
 

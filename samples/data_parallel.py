@@ -8,9 +8,9 @@ on several machines as docs/distributed.md shows, or in one process with `python
 the 1797 handwritten digits (8 x 8 pixels) that scikit-learn ships. Losses and parameters are those of one process that
 has the whole batch, whatever the number of ranks and their shares.
 
-The first rank writes a checkpoint from time to time. Where a rank is lost, the others end with exit status 3, and
-Ctrl-C at one rank ends all after the same step. The same command goes on from the checkpoint; so does torchrun by
-itself with `--max-restarts`. The exit status is 1 below the wanted accuracy.
+The first rank writes a checkpoint from time to time. If a rank is lost, the others end with exit status 3, and Ctrl-C
+at one rank ends all after the same step. The same command continues from the checkpoint; torchrun does so automatically
+with `--max-restarts`. The exit status is 1 below the wanted accuracy.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Classifier(nn.Module):
 
 
 def digits(seed: int) -> tuple[Tensor, Tensor, Ints, Ints]:
-    """Images (N, 1, 8, 8), labels (N), and which of them are to train on and which to test."""
+    """Images (N, 1, 8, 8), labels (N), and which of them are for training and which for testing."""
     data = load_digits()
     images = torch.from_numpy((data.images[:, None] / 16).astype(np.float32))
     labels = torch.from_numpy(data.target.astype(np.int64))

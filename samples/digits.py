@@ -104,7 +104,7 @@ class Digits:
 
 def session_options() -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
-    # Idle threads of one session must not take the cores from the other while the two are timed in turn.
+    # Idle threads of one session must not take the cores from the other while the two are timed alternately.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     gradfuse.register(options)
     return options
@@ -148,7 +148,7 @@ def train(trainer: gradfuse.TrainingSession, data: Digits, progress: Progress, *
 def median_times(
     steps: tuple[onnxruntime.InferenceSession, onnxruntime.InferenceSession], feeds: Arrays, rounds: int
 ) -> list[float]:
-    """Median milliseconds of a step of two sessions, which take turns, so that both see the same machine."""
+    """Median milliseconds of a step of two sessions, run alternately, so that both see the same machine."""
     for _ in range(min(rounds, 10)):
         for step in steps:
             step.run(None, feeds)

@@ -4,11 +4,11 @@ The text is the reference of the Python language that the standard library ships
 random weights, and its tokens are learned from the text. With `--model FOLDER`, or a name that transformers knows, a
 pretrained causal language model goes on from its own weights and tokens instead.
 
-There are groups of parameters, dropout, clipping and a schedule, the loss on text that was left out before and after, a
+There are parameter groups, dropout, clipping and a schedule, the loss on held-out text before and after, a progress
 bar, and a checkpoint on Ctrl-C from which the same command goes on. At the end the weights are in a folder for
 `from_pretrained`. It takes 5.6 GiB of memory and about five minutes on two cores. In its 80 steps the loss on the text
-left out falls from 11.0 to 7.2; guessing among all tokens alike has 8.3. The exit status is 1 if it is above the wanted
-one.
+left out falls from 11.0 to 7.2; a uniform guess among all tokens has 8.3. The exit status is 1 if it is above the
+wanted one.
 """
 
 from __future__ import annotations

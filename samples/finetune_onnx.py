@@ -1,9 +1,9 @@
-"""Fine-tune an ONNX file without PyTorch: its gradient is made of the graph, and trained in stock onnxruntime.
+"""Fine-tune an ONNX file without PyTorch: derive gradients from the graph, and train in stock onnxruntime.
 
 The file is a classifier of handwritten digits that scikit-learn has trained, as a converter would write it: MatMul, Add
 and Relu, logits and the most likely class. The digits it meets now are written with the colours swapped, and it reads
 few of them. `gradfuse.build_training_step` adds cross entropy, gradients and AdamW to the file, and some epochs on the
-new digits teach them. The trained weights go back into the file, which has the inputs and outputs that it had.
+new digits teach them. The trained weights go back into the file, whose inputs and outputs stay the same.
 
 The exit status is 1 if the accuracy after the training is below the wanted one.
 """

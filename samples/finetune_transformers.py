@@ -2,7 +2,7 @@
 
 A ViT learns the handwritten digits that scikit-learn ships. There is a DataLoader, a schedule of transformers, an
 evaluation after each epoch, a bar, and a checkpoint on Ctrl-C from which the same command goes on. At the end the
-weights are in a folder for `from_pretrained`. For a model of yours put its `from_pretrained` in the place of `model`.
+weights are in a folder for `from_pretrained`. To train a model of yours, replace `model` by its `from_pretrained`.
 
 The exit status is 1 if the accuracy is below the wanted one.
 """

@@ -3,12 +3,12 @@
 Run it with `python samples/flower_lora.py`, after `pip install flwr`. It is a Flower app, and starts what it needs on
 this machine: a SuperLink, a SuperNode for each client, and the run. Nothing is downloaded, and telemetry is off.
 
-The base is a classifier of handwritten digits (scikit-learn's 8 x 8 pixels), which all have. Each client has digits in
-negative, some classes more often than others, and their number differs between clients. In each round the clients train
-adapters on their own digits, and Flower averages them, weighed by the digits (FedAvg). Only adapters travel: 1,320 of
-the model's 9,610 numbers. At the end the server writes them for `onnxruntime.LoraAdapter`.
+The base is a classifier of handwritten digits (scikit-learn's 8 x 8 pixels), which every client has. Each client has
+digits in negative, some classes more often than others, and in different numbers. In each round the clients train
+adapters on their own digits, and Flower averages them, weighted by the number of digits (FedAvg). Only adapters travel:
+1,320 of the model's 9,610 numbers. At the end the server writes them for `onnxruntime.LoraAdapter`.
 
-Each round is done in this process again then. The exit status is 1 if the adapters differ by more than rounding, or if
+Then this process repeats each round. The exit status is 1 if the adapters differ by more than rounding, or if
 the accuracy on negatives that no client has is below the wanted one.
 """
 
@@ -71,7 +71,7 @@ client = ClientApp()
 
 
 def digits() -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Pixels (N, 64) from 0 to 1 and labels (N), in an order of chance."""
+    """Pixels (N, 64) from 0 to 1 and labels (N), in random order."""
     data, order = load_digits(), np.random.default_rng(0).permutation(1797)
     return (data.data[order] / 16).astype(np.float32), data.target[order].astype(np.int64)
 
@@ -115,7 +115,7 @@ def kept_adapters(path: pathlib.Path) -> Arrays:
 
 
 def adapters(session: gradfuse.TrainingSession) -> Arrays:
-    """What travels."""
+    """The tensors that clients and server exchange."""
     return {name: array for name, array in session.state_dict().items() if ".lora_" in name}
 
 

@@ -1,7 +1,7 @@
 """A force field: a network of the distances between atoms learns energies and forces of a Lennard-Jones cluster.
 
-The forces are derivatives of the energy by the positions, which the module takes itself; so the loss has derivatives of
-derivatives, and the exported step holds all of them. Its evaluation model gives energies and forces in stock
+The forces are derivatives of the energy with respect to the positions, which the module takes itself. So the loss needs
+second derivatives, and the exported step holds all of them. Its evaluation model gives energies and forces in stock
 onnxruntime. At the end these move the atoms.
 
 The exit status is 1 if the forces are further from the true ones than wanted.
@@ -49,7 +49,7 @@ def loss(output: tuple[Tensor, Tensor], energies: Tensor, forces: Tensor) -> Ten
 
 
 def lennard_jones(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the energies and forces that are to be learnt, in units of the potential."""
+    """Return the energies and forces to learn, in units of the potential."""
     positions = positions.clone().requires_grad_()
     first, second = torch.triu_indices(ATOMS, ATOMS, 1)
     sixth = (positions[:, first] - positions[:, second]).square().sum(-1) ** -3
@@ -59,7 +59,7 @@ def lennard_jones(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clusters(count: int) -> Tensor:
-    """Return tetrahedra of the best distance, with their atoms moved at random."""
+    """Return tetrahedra at the equilibrium distance, with their atoms moved at random."""
     corners = torch.tensor([[1.0, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]])
     best: float = 2 ** (1 / 6)
     corners = corners * (best / (corners[0] - corners[1]).norm())
@@ -68,7 +68,7 @@ def clusters(count: int) -> Tensor:
 
 
 def moved(session: gradfuse.TrainingSession, steps: int, time: float = 0.005) -> tuple[float, float]:
-    """Let a cluster move by the learnt forces; return the range of its whole energy, and of the potential one."""
+    """Let a cluster move by the learnt forces; return the range of its total energy, and of the potential energy."""
     positions, velocities = clusters(1), torch.zeros(1, ATOMS, 3)
     energy, force = (torch.from_numpy(one) for one in session.evaluate(positions.numpy()))
     whole, potential = [], []

@@ -10,7 +10,7 @@ It needs a build of gradfuse with CUDA kernels (docs/cuda.md), and onnxruntime 1
 2. creates a session and prints which nodes run where: the fused ones on the GPU, all others on the CPU,
 3. trains on the handwritten digits that scikit-learn ships, and compares the first gradients with the CPU kernels'.
 
-The exit status is 2 where there is no GPU to run on, and 1 if the gradients differ.
+The exit status is 2 if there is no GPU to run on, and 1 if the gradients differ.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def gpus(library: str) -> list[Any]:
-    """The devices of gradfuse's execution provider; onnxruntime warns of the reason where there are none."""
+    """The devices of gradfuse's execution provider; if there are none, onnxruntime warns why."""
     onnxruntime.register_execution_provider_library(gradfuse.get_ep_name(), library)
     return [device for device in onnxruntime.get_ep_devices() if device.ep_name == gradfuse.get_ep_name()]
 

@@ -1,8 +1,8 @@
 """The heat equation by collocation: a network becomes its solution, from the equation and the values at the start.
 
 u(x, t) of a rod whose ends are kept cold obeys u_t = k u_xx and begins as sin(pi x). The module takes the derivatives
-of its network by torch.func at random points; the loss is by how much the equation fails there. The step that is
-exported has their derivatives by the parameters.
+of its network with torch.func at random points; the loss is the residual of the equation there. The exported step
+differentiates it with respect to the parameters.
 
 The exit status is 1 if the solution is further from the true one, exp(-k pi^2 t) sin(pi x), than wanted.
 """
@@ -23,7 +23,7 @@ CONDUCTIVITY = 0.1
 
 
 class Rod(nn.Module):
-    """Temperatures (N) at points (N, 2) of place and time, and by how much the heat equation fails there."""
+    """Temperatures (N) at points (N, 2) of place and time, and the residual of the heat equation there."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

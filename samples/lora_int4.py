@@ -7,8 +7,8 @@ and the texts are what Python ships. The sample
 2. quantises its weights to 4 bits with onnxruntime's own quantiser,
 3. puts adapters beside them with `gradfuse.add_lora`, and trains these alone on Python's source code,
 4. saves the adapters for PEFT and for onnxruntime,
-5. serves them with `onnxruntime.LoraAdapter`: the int4 file gives what was trained with the adapter, and what it gave
-   before without.
+5. serves them with `onnxruntime.LoraAdapter`: with the adapter the int4 file gives the trained outputs, and without it
+   the original ones.
 
 Ctrl-C ends it with a checkpoint in the folder, from which the same command goes on. The exit status is 1 if the loss on
 source code that was left out is above the wanted one, or if outputs disagree.
@@ -136,7 +136,7 @@ def with_weights(model: onnx.ModelProto, weights: dict[str, Floats]) -> onnx.Mod
 
 
 def in_int4(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with its products' weights in 4 bits, in blocks of 32 with a scale each."""
+    """Return the model with its products' weights in 4 bits, in blocks of 32, each with a scale."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     logging.disable(logging.INFO)

@@ -2,7 +2,7 @@
 
 Run it with `python samples/moe.py`. The data are the 1797 handwritten digits (8 x 8 pixels) that scikit-learn ships.
 The layer sends each token to its best expert. Tokens are sorted by expert, so those of one expert are a group of rows,
-and a bias of its own is added to each group. The gradient of that bias, a sum over each group, is the operator
+and each group gets the bias of its expert. The gradient of that bias, a sum over each group, is the operator
 GroupedBiasAddGrad. The sample
 
 1. exports the training step with AdamW in it, and prints what was fused,
@@ -31,9 +31,9 @@ import gradfuse
 
 
 class Experts(nn.Module):
-    """Rows (R, width), each through one of several linear layers: the one that a router likes best (Switch).
+    """Rows (R, width), each through one of several linear layers: the one that a router prefers (Switch).
 
-    Returns the rows (R, width), the router's chances (R, experts), and each row's expert (R).
+    Returns the rows (R, width), the router's probabilities (R, experts), and each row's expert (R).
     """
 
     def __init__(self, width: int, count: int) -> None:
@@ -54,7 +54,8 @@ class Experts(nn.Module):
 
 
 class Classifier(nn.Module):
-    """The four quarters of an image as tokens, through experts: logits (N, 10), chances and experts of all tokens."""
+    """The four quarters of an image as tokens, through experts: logits (N, 10), probabilities and experts of all
+    tokens."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()

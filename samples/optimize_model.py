@@ -1,8 +1,8 @@
 """Optimize a training graph of any producer: gradfuse's passes among those of onnx_ir and onnxscript.
 
 Run it with `python samples/optimize_model.py IN.onnx OUT.onnx`, for example on a file of tests/corpus. It is for people
-who have a pipeline of their own, as tools like Olive do. Everybody else uses `gradfuse fuse`, which is one command and
-also takes default opsets before 15. The sample
+who have a pipeline of their own, as tools like Olive do. For everyone else, `gradfuse fuse` is one command, and also
+accepts default opsets before 15. The sample
 
 1. inlines functions, folds constants and merges equal nodes, with the passes of onnx_ir and onnxscript,
 2. runs `gradfuse.passes.default_pipeline` as one pass among them, and attaches the function bodies of the operators

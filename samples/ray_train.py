@@ -1,10 +1,10 @@
 """Train on the workers of Ray Train: each computes gradients of its share in onnxruntime, and gloo averages them.
 
 Run it with `python samples/ray_train.py`, after `pip install "ray[train]"`. It starts Ray on this machine; with
-`--address auto` it uses a cluster that is there. Ray starts the workers and their process group, hands each its
-options, and keeps checkpoints. The data are the 1797 handwritten digits that scikit-learn ships.
+`--address auto` it uses an existing cluster. Ray starts the workers and their process group, hands each its options,
+and keeps checkpoints. The data are the 1797 handwritten digits that scikit-learn ships.
 
-The same training is done in this process then, by a `TrainingSession` that has the whole batches. The exit status is 1
+Then a `TrainingSession` in this process repeats the training on the whole batches. The exit status is 1
 if the losses differ by more than rounding, or below the wanted accuracy.
 """
 
@@ -35,7 +35,7 @@ TESTED = 360
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Pixels (N, 64) and labels (N), in an order of chance."""
+    """Pixels (N, 64) and labels (N), in random order."""
     data, order = load_digits(), np.random.default_rng(0).permutation(1797)
     return torch.from_numpy((data.data[order] / 16).astype(np.float32)), torch.from_numpy(data.target[order])
 
@@ -56,7 +56,7 @@ def batches(count: int, size: int) -> list[np.ndarray[Any, Any]]:
 
 
 def work(options: dict[str, int]) -> None:
-    """What a worker does; Ray has made the process group."""
+    """A worker's training; Ray has made the process group."""
     context, (pixels, labels) = ray.train.get_context(), digits()
     rank, world = context.get_world_rank(), context.get_world_size()
     session = DataParallelSession(training_step(pixels, labels) if rank == 0 else None)

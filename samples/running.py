@@ -1,8 +1,8 @@
-"""What the long samples share: a bar, a plot of the losses, and checkpoints from which they go on.
+"""What the long samples share: a progress bar, a plot of the losses, and checkpoints to resume from.
 
-Ctrl-C, or SIGTERM as schedulers send it, ends a sample after the step that it is at, with a checkpoint. The same
-command goes on from there, with the numbers of a run that never stopped. So does a sample that was killed, from a
-checkpoint of the last ten seconds: a thread writes it while training goes on.
+Ctrl-C, or SIGTERM as schedulers send it, ends a sample after the current step, with a checkpoint. The same command
+continues from there, with the numbers of a run that never stopped. So does a sample that was killed, from a checkpoint
+of the last ten seconds: a thread writes it while training goes on.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ INTERRUPTED = 130
 
 
 class Training:
-    """The steps of a training that are still to be done.
+    """The remaining steps of a training run.
 
-    What a step does must follow from its number: its batch and its learning rate.
+    The step number must determine what a step does: its batch and its learning rate.
 
     Args:
         session: what is trained.
-        count: all steps, with those that an earlier run has done.
+        count: the number of all steps, including those of earlier runs.
         console: where to show what happens; there is a bar only if it is a terminal.
         checkpoint: the file to go on from, and to write.
         options: what decides the numbers; a checkpoint of a run with others is refused.
-        what: what to call it.
+        what: the name to show.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Training:
         self._session.save(self._checkpoint, wait=wait, extra={"options": self._options, "losses": self.losses})
 
     def forget(self) -> None:
-        """Remove the checkpoint, once the training has come to its end."""
+        """Remove the checkpoint after the end of training."""
         self._checkpoint.unlink(missing_ok=True)
 
 
@@ -126,7 +126,7 @@ def stopping() -> Iterator[list[int]]:
 
 
 def plot(losses: Sequence[float], width: int = 64, height: int = 10) -> str:
-    """Draw losses as lines of text, the mean of neighbours where there are more than columns."""
+    """Draw losses as lines of text; if there are more than columns, average neighbours."""
     columns = np.array(
         [part.mean() for part in np.array_split(np.asarray(losses, np.float64), min(width, len(losses)))]
     )

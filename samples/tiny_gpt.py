@@ -39,7 +39,7 @@ LETTERS = "\n" + "".join(map(chr, range(32, 127)))
 
 
 def letters_of(text: str) -> Ints:
-    """The place of each letter among LETTERS, without those that are not there."""
+    """The index of each letter in LETTERS, without letters that are not in it."""
     return np.array([LETTERS.index(letter) for letter in text if letter in LETTERS], dtype=np.int64)
 
 
@@ -117,7 +117,7 @@ def perplexity(session: gradfuse.TrainingSession, text: Ints, context: int, coun
 
 
 def write(session: gradfuse.TrainingSession, prompt: str, count: int, context: int, seed: int) -> str:
-    """Go on with the prompt, drawing each letter from the model's probabilities, made sharper."""
+    """Continue the prompt, drawing each letter from the model's sharpened probabilities."""
     generator, letters = np.random.default_rng(seed), list(letters_of(prompt))
     for _ in range(count):
         logits = session.evaluate(np.array([letters[-context:]]))[0, -1].astype(np.float64) / 0.7

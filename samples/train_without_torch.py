@@ -1,6 +1,6 @@
 """Train a saved step where PyTorch is not installed: with numpy, onnxruntime and gradfuse.
 
-Where PyTorch is, write a step and data into a folder:
+Where PyTorch is installed, write a step and data into a folder:
 
     python samples/train_without_torch.py export folder
 

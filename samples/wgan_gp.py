@@ -1,7 +1,7 @@
 """WGAN-GP: a generator learns a ring of points from a critic whose gradients are kept near length 1.
 
-The penalty is of the critic's gradients between real and generated points, which the module takes itself. Each of the
-two networks has a step of its own; the generator's holds the critic as constants that the session sets anew.
+The penalty is on the critic's gradients between real and generated points, which the module takes itself. Each of the
+two networks has a step of its own; the generator's holds the critic as constants that its session replaces.
 
 The exit status is 1 if fewer generated points than wanted are near the ring.
 """
@@ -42,7 +42,7 @@ def critic_loss(output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 
 class Game(nn.Module):
-    """A generator, and the scores of what it makes of noise (N, 2) by a critic that it does not train."""
+    """A generator, and the scores that a critic, not trained here, gives to its points from noise (N, 2)."""
 
     def __init__(self, critic: Critic, width: int) -> None:
         super().__init__()

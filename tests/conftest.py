@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 from command_runs import Run, runner
 
-# Tests run in as many processes as there are cores already; onnxruntime's threads are set where they are tested.
+# Tests already run in one process per core; onnxruntime's threads are set where they are tested.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Under continuous integration the same examples run every time; elsewhere new ones are found. No test is timed.
@@ -36,17 +38,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(name, parts, ids=[f"{part.start}-{part.stop - 1}" for part in parts])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Make most of the parameters of sampled tests long tests, ahead of the choice by markers."""
+    counts: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None:
+            continue
+        test = item.path, item.nodeid.partition("[")[0]
+        if counts[test] % sampled.kwargs["every"]:
+            item.add_marker(pytest.mark.long)
+        counts[test] += 1
+
+
 def pytest_collection_finish() -> None:
-    """Keep the search for cyclic garbage from all that was imported, which stays, and make it rarer."""
+    """Exclude imported objects, which stay, from garbage collection, and make it rarer."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture
 def inference_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Infer shapes in this process, which saves the way to another one.
+    """Infer shapes in this process, which saves starting another.
 
-    For models of which it is known that onnx's inference does not abort on them.
+    For models on which onnx's inference is known not to abort.
     """
     from gradfuse.models import inference, inference_worker
 

@@ -25,7 +25,7 @@ def _summary() -> str:
 
 
 def _schemas() -> str:
-    return "\n".join(["```text", *(f"{DOMAIN}::{op.stem}{op.torch_op.schema}" for op in OPS.values()), "```"])
+    return "\n".join(["```text", *(f"{DOMAIN}::{op.stem}{op.torch_schema}" for op in OPS.values()), "```"])
 
 
 TABLES: dict[str, Callable[[], str]] = {"summary": _summary, "schemas": _schemas, "reference": reference}

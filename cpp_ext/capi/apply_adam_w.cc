@@ -13,7 +13,7 @@ aclnnStatus aclnnApplyAdamWGetWorkspaceSize(const aclTensor* parameter, const ac
                                             aclTensor* newParameter, aclTensor* newExpAvg, aclTensor* newExpAvgSq,
                                             uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnApplyAdamWGetWorkspaceSize",
+      __func__,
       {parameter, gradient, expAvg, expAvgSq, learningRate, step, gradientScaleOptional, newParameter, newExpAvg,
        newExpAvgSq},
       [&](Args& args) {
@@ -26,6 +26,4 @@ aclnnStatus aclnnApplyAdamWGetWorkspaceSize(const aclTensor* parameter, const ac
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnApplyAdamW(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnApplyAdamW", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(ApplyAdamW)

@@ -12,7 +12,7 @@ aclnnStatus aclnnApplyAdamW8bitGetWorkspaceSize(
     bool decoupledWeightDecay, aclTensor* newParameter, aclTensor* newExpAvg, aclTensor* newExpAvgSq,
     aclTensor* newExpAvgScale, aclTensor* newExpAvgSqScale, uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnApplyAdamW8bitGetWorkspaceSize",
+      __func__,
       {parameter, gradient, expAvg, expAvgSq, expAvgScale, expAvgSqScale, learningRate, step, gradientScaleOptional,
        newParameter, newExpAvg, newExpAvgSq, newExpAvgScale, newExpAvgSqScale},
       [&](Args& args) {
@@ -25,6 +25,4 @@ aclnnStatus aclnnApplyAdamW8bitGetWorkspaceSize(
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnApplyAdamW8bit(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnApplyAdamW8bit", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(ApplyAdamW8bit)

@@ -11,7 +11,7 @@ aclnnStatus aclnnApplySgdGetWorkspaceSize(const aclTensor* parameter, const aclT
                                           bool nesterov, aclTensor* newParameter, aclTensor* newMomentumBuffer,
                                           uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnApplySgdGetWorkspaceSize",
+      __func__,
       {parameter, gradient, learningRate, momentumBufferOptional, gradientScaleOptional, newParameter,
        newMomentumBuffer},
       [&](Args& args) {
@@ -22,6 +22,4 @@ aclnnStatus aclnnApplySgdGetWorkspaceSize(const aclTensor* parameter, const aclT
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnApplySgd(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnApplySgd", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(ApplySgd)

@@ -12,7 +12,7 @@ aclnnStatus aclnnBatchNormGetWorkspaceSize(const aclTensor* input, const aclTens
                                            aclTensor* newRunningMean, aclTensor* newRunningVar, uint64_t* workspaceSize,
                                            aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnBatchNormGetWorkspaceSize",
+      __func__,
       {input, weightOptional, biasOptional, runningMeanOptional, runningVarOptional, output, saveMean, saveInvstd,
        newRunningMean, newRunningVar},
       [&](Args& args) {
@@ -23,6 +23,4 @@ aclnnStatus aclnnBatchNormGetWorkspaceSize(const aclTensor* input, const aclTens
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnBatchNorm(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnBatchNorm", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(BatchNorm)

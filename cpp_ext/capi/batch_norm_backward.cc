@@ -12,13 +12,10 @@ aclnnStatus aclnnBatchNormBackwardGetWorkspaceSize(const aclTensor* gradOutput, 
                                                    aclTensor* gradWeight, aclTensor* gradBias, uint64_t* workspaceSize,
                                                    aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnBatchNormBackwardGetWorkspaceSize",
+      __func__,
       {gradOutput, input, weightOptional, saveMean, saveInvstd, reluOutputOptional, gradInput, gradWeight, gradBias},
       [&](Args& args) { args.output_mask = gradfuse::capi::ReadNumbers("output_mask", outputMask); }, workspaceSize,
       executor);
 }
 
-aclnnStatus aclnnBatchNormBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                   aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnBatchNormBackward", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(BatchNormBackward)

@@ -12,7 +12,7 @@ aclnnStatus aclnnConvolutionGetWorkspaceSize(const aclTensor* input, const aclTe
                                              aclTensor* output, uint64_t* workspaceSize, aclOpExecutor** executor) {
   using gradfuse::capi::ReadNumbers;
   return gradfuse::capi::Prepare<Args>(
-      "aclnnConvolutionGetWorkspaceSize", {input, weight, biasOptional, output},
+      __func__, {input, weight, biasOptional, output},
       [&](Args& args) {
         args.stride = ReadNumbers("stride", stride);
         args.padding = ReadNumbers("padding", padding);
@@ -25,6 +25,4 @@ aclnnStatus aclnnConvolutionGetWorkspaceSize(const aclTensor* input, const aclTe
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnConvolution(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnConvolution", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(Convolution)

@@ -14,7 +14,7 @@ aclnnStatus aclnnConvolutionBackwardGetWorkspaceSize(const aclTensor* gradOutput
                                                      uint64_t* workspaceSize, aclOpExecutor** executor) {
   using gradfuse::capi::ReadNumbers;
   return gradfuse::capi::Prepare<Args>(
-      "aclnnConvolutionBackwardGetWorkspaceSize", {gradOutput, input, weight, gradInput, gradWeight, gradBias},
+      __func__, {gradOutput, input, weight, gradInput, gradWeight, gradBias},
       [&](Args& args) {
         args.stride = ReadNumbers("stride", stride);
         args.padding = ReadNumbers("padding", padding);
@@ -27,7 +27,4 @@ aclnnStatus aclnnConvolutionBackwardGetWorkspaceSize(const aclTensor* gradOutput
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnConvolutionBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                     aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnConvolutionBackward", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(ConvolutionBackward)

@@ -13,8 +13,7 @@ aclnnStatus aclnnCrossEntropyLossGradGetWorkspaceSize(const aclTensor* gradLoss,
                                                       double lseSquareScaleForZloss, const aclTensor* out,
                                                       uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnCrossEntropyLossGradGetWorkspaceSize",
-      {gradLoss, logProb, target, weightOptional, gradZlossOptional, lseForZlossOptional, out},
+      __func__, {gradLoss, logProb, target, weightOptional, gradZlossOptional, lseForZlossOptional, out},
       [&](Args& args) {
         if (reductionOptional != nullptr) args.reduction = reductionOptional;
         args.ignore_index = ignoreIndex;
@@ -24,7 +23,4 @@ aclnnStatus aclnnCrossEntropyLossGradGetWorkspaceSize(const aclTensor* gradLoss,
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnCrossEntropyLossGrad(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                      aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnCrossEntropyLossGrad", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(CrossEntropyLossGrad)

@@ -10,7 +10,7 @@ aclnnStatus aclnnCtcLossGetWorkspaceSize(const aclTensor* logProbs, const aclTen
                                          int64_t blank, bool zeroInfinity, aclTensor* negLogLikelihood,
                                          aclTensor* logAlpha, uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnCtcLossGetWorkspaceSize", {logProbs, targets, inputLengths, targetLengths, negLogLikelihood, logAlpha},
+      __func__, {logProbs, targets, inputLengths, targetLengths, negLogLikelihood, logAlpha},
       [&](Args& args) {
         args.blank = blank;
         args.zero_infinity = zeroInfinity;
@@ -18,6 +18,4 @@ aclnnStatus aclnnCtcLossGetWorkspaceSize(const aclTensor* logProbs, const aclTen
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnCtcLoss(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnCtcLoss", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(CtcLoss)

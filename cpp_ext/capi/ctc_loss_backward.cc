@@ -11,8 +11,7 @@ aclnnStatus aclnnCtcLossBackwardGetWorkspaceSize(const aclTensor* gradOut, const
                                                  const aclTensor* logAlpha, int64_t blank, bool zeroInfinity,
                                                  aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnCtcLossBackwardGetWorkspaceSize",
-      {gradOut, logProbs, targets, inputLengths, targetLengths, negLogLikelihood, logAlpha, out},
+      __func__, {gradOut, logProbs, targets, inputLengths, targetLengths, negLogLikelihood, logAlpha, out},
       [&](Args& args) {
         args.blank = blank;
         args.zero_infinity = zeroInfinity;
@@ -20,6 +19,4 @@ aclnnStatus aclnnCtcLossBackwardGetWorkspaceSize(const aclTensor* gradOut, const
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnCtcLossBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnCtcLossBackward", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(CtcLossBackward)

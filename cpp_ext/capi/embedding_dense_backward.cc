@@ -10,7 +10,7 @@ aclnnStatus aclnnEmbeddingDenseBackwardGetWorkspaceSize(const aclTensor* gradOut
                                                         aclTensor* out, uint64_t* workspaceSize,
                                                         aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnEmbeddingDenseBackwardGetWorkspaceSize", {gradOutput, indices, out},
+      __func__, {gradOutput, indices, out},
       [&](Args& args) {
         args.num_weights = numWeights;
         args.padding_idx = paddingIdx;
@@ -19,8 +19,4 @@ aclnnStatus aclnnEmbeddingDenseBackwardGetWorkspaceSize(const aclTensor* gradOut
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnEmbeddingDenseBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                        aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnEmbeddingDenseBackward", Args::kName, workspace, workspaceSize, executor,
-                                 stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(EmbeddingDenseBackward)

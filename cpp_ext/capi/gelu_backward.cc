@@ -9,13 +9,11 @@ aclnnStatus aclnnGeluBackwardGetWorkspaceSize(const aclTensor* gradOutput, const
                                               char* approximateOptional, aclTensor* gradInput, uint64_t* workspaceSize,
                                               aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnGeluBackwardGetWorkspaceSize", {gradOutput, self, gradInput},
+      __func__, {gradOutput, self, gradInput},
       [&](Args& args) {
         if (approximateOptional != nullptr) args.approximate = approximateOptional;
       },
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnGeluBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnGeluBackward", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(GeluBackward)

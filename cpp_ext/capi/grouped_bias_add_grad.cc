@@ -8,14 +8,11 @@ using Args = gradfuse::GroupedBiasAddGradArgs;
 aclnnStatus aclnnGroupedBiasAddGradGetWorkspaceSize(const aclTensor* gradY, const aclTensor* groupIdxOptional,
                                                     aclTensor* out, uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnGroupedBiasAddGradGetWorkspaceSize", {gradY, groupIdxOptional, out},
+      __func__, {gradY, groupIdxOptional, out},
       [&](Args&) {
 
       },
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnGroupedBiasAddGrad(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                    aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnGroupedBiasAddGrad", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(GroupedBiasAddGrad)

@@ -10,10 +10,8 @@ aclnnStatus aclnnGruRecurrenceGetWorkspaceSize(const aclTensor* input, const acl
                                                aclTensor* hidden, aclTensor* gates, uint64_t* workspaceSize,
                                                aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnGruRecurrenceGetWorkspaceSize", {input, initialH, weight, biasOptional, hidden, gates},
-      [&](Args& args) { args.reverse = reverse; }, workspaceSize, executor);
+      __func__, {input, initialH, weight, biasOptional, hidden, gates}, [&](Args& args) { args.reverse = reverse; },
+      workspaceSize, executor);
 }
 
-aclnnStatus aclnnGruRecurrence(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnGruRecurrence", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(GruRecurrence)

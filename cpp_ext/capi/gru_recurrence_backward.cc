@@ -11,12 +11,8 @@ aclnnStatus aclnnGruRecurrenceBackwardGetWorkspaceSize(const aclTensor* gradHidd
                                                        aclTensor* gradInitialH, aclTensor* gradRecurrent,
                                                        uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnGruRecurrenceBackwardGetWorkspaceSize",
-      {gradHidden, initialH, hidden, gates, weight, gradInput, gradInitialH, gradRecurrent},
+      __func__, {gradHidden, initialH, hidden, gates, weight, gradInput, gradInitialH, gradRecurrent},
       [&](Args& args) { args.reverse = reverse; }, workspaceSize, executor);
 }
 
-aclnnStatus aclnnGruRecurrenceBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                       aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnGruRecurrenceBackward", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(GruRecurrenceBackward)

@@ -11,8 +11,7 @@ aclnnStatus aclnnLayerNormBackwardGetWorkspaceSize(const aclTensor* gradOutput, 
                                                    aclTensor* gradInput, aclTensor* gradWeight, aclTensor* gradBias,
                                                    uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnLayerNormBackwardGetWorkspaceSize",
-      {gradOutput, input, weightOptional, meanOptional, rstd, gradInput, gradWeight, gradBias},
+      __func__, {gradOutput, input, weightOptional, meanOptional, rstd, gradInput, gradWeight, gradBias},
       [&](Args& args) {
         args.axis = axis;
         args.output_mask = gradfuse::capi::ReadNumbers("output_mask", outputMask);
@@ -20,7 +19,4 @@ aclnnStatus aclnnLayerNormBackwardGetWorkspaceSize(const aclTensor* gradOutput, 
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnLayerNormBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                   aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnLayerNormBackward", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(LayerNormBackward)

@@ -13,7 +13,7 @@ aclnnStatus aclnnLinearCrossEntropyGetWorkspaceSize(const aclTensor* input, cons
                                                     aclTensor* gradInput, aclTensor* gradWeight, aclTensor* gradBias,
                                                     uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnLinearCrossEntropyGetWorkspaceSize",
+      __func__,
       {input, linearWeight, target, linearBiasOptional, weightOptional, gradLossOptional, loss, gradInput, gradWeight,
        gradBias},
       [&](Args& args) {
@@ -26,7 +26,4 @@ aclnnStatus aclnnLinearCrossEntropyGetWorkspaceSize(const aclTensor* input, cons
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnLinearCrossEntropy(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                    aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnLinearCrossEntropy", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(LinearCrossEntropy)

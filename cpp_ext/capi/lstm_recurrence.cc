@@ -11,10 +11,8 @@ aclnnStatus aclnnLstmRecurrenceGetWorkspaceSize(const aclTensor* input, const ac
                                                 aclTensor* cell, aclTensor* gates, uint64_t* workspaceSize,
                                                 aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnLstmRecurrenceGetWorkspaceSize", {input, initialH, initialC, weight, biasOptional, hidden, cell, gates},
+      __func__, {input, initialH, initialC, weight, biasOptional, hidden, cell, gates},
       [&](Args& args) { args.reverse = reverse; }, workspaceSize, executor);
 }
 
-aclnnStatus aclnnLstmRecurrence(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnLstmRecurrence", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(LstmRecurrence)

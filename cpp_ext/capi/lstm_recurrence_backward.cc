@@ -12,13 +12,8 @@ aclnnStatus aclnnLstmRecurrenceBackwardGetWorkspaceSize(const aclTensor* gradHid
                                                         aclTensor* gradInitialC, uint64_t* workspaceSize,
                                                         aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnLstmRecurrenceBackwardGetWorkspaceSize",
-      {gradHidden, gradCellOptional, initialC, cell, gates, weight, gradInput, gradInitialH, gradInitialC},
+      __func__, {gradHidden, gradCellOptional, initialC, cell, gates, weight, gradInput, gradInitialH, gradInitialC},
       [&](Args& args) { args.reverse = reverse; }, workspaceSize, executor);
 }
 
-aclnnStatus aclnnLstmRecurrenceBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                        aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnLstmRecurrenceBackward", Args::kName, workspace, workspaceSize, executor,
-                                 stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(LstmRecurrenceBackward)

@@ -10,7 +10,7 @@ aclnnStatus aclnnMatmulNBitsBackwardGetWorkspaceSize(const aclTensor* gradOutput
                                                      int64_t inFeatures, int64_t bits, aclTensor* gradInput,
                                                      uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnMatmulNBitsBackwardGetWorkspaceSize", {gradOutput, weight, scales, zeroPoints, gradInput},
+      __func__, {gradOutput, weight, scales, zeroPoints, gradInput},
       [&](Args& args) {
         args.in_features = inFeatures;
         args.bits = bits;
@@ -18,7 +18,4 @@ aclnnStatus aclnnMatmulNBitsBackwardGetWorkspaceSize(const aclTensor* gradOutput
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnMatmulNBitsBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                     aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnMatmulNBitsBackward", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(MatmulNBitsBackward)

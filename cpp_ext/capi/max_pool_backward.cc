@@ -12,7 +12,7 @@ aclnnStatus aclnnMaxPoolBackwardGetWorkspaceSize(const aclTensor* gradOutput, co
                                                  aclOpExecutor** executor) {
   using gradfuse::capi::ReadNumbers;
   return gradfuse::capi::Prepare<Args>(
-      "aclnnMaxPoolBackwardGetWorkspaceSize", {gradOutput, input, gradInput},
+      __func__, {gradOutput, input, gradInput},
       [&](Args& args) {
         args.kernel_size = ReadNumbers("kernel_size", kernelSize);
         args.stride = ReadNumbers("stride", stride);
@@ -23,6 +23,4 @@ aclnnStatus aclnnMaxPoolBackwardGetWorkspaceSize(const aclTensor* gradOutput, co
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnMaxPoolBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnMaxPoolBackward", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(MaxPoolBackward)

@@ -9,10 +9,8 @@ aclnnStatus aclnnMseLossBackwardGetWorkspaceSize(const aclTensor* gradOutput, co
                                                  const aclTensor* target, int64_t reduction, aclTensor* out,
                                                  uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnMseLossBackwardGetWorkspaceSize", {gradOutput, self, target, out},
-      [&](Args& args) { args.reduction = reduction; }, workspaceSize, executor);
+      __func__, {gradOutput, self, target, out}, [&](Args& args) { args.reduction = reduction; }, workspaceSize,
+      executor);
 }
 
-aclnnStatus aclnnMseLossBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnMseLossBackward", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(MseLossBackward)

@@ -178,3 +178,10 @@ aclnnStatus Prepare(const char* function, const Operand (&operands)[kOperands], 
 }
 
 }  // namespace gradfuse::capi
+
+// Defines the second phase of an op, aclnn<Name>.
+#define GRADFUSE_DEFINE_SECOND_PHASE(Name)                                                                         \
+  aclnnStatus aclnn##Name(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream) {  \
+    return gradfuse::capi::Execute("aclnn" #Name, gradfuse::Name##Args::kName, workspace, workspaceSize, executor, \
+                                   stream);                                                                        \
+  }

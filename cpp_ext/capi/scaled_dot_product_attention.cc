@@ -13,8 +13,7 @@ aclnnStatus aclnnScaledDotProductAttentionGetWorkspaceSize(const aclTensor* quer
                                                            aclTensor* logsumexp, uint64_t* workspaceSize,
                                                            aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnScaledDotProductAttentionGetWorkspaceSize",
-      {query, key, value, attnMaskOptional, seedOptional, drawnOptional, output, logsumexp},
+      __func__, {query, key, value, attnMaskOptional, seedOptional, drawnOptional, output, logsumexp},
       [&](Args& args) {
         args.scale = static_cast<float>(scale);
         args.causal = causal;
@@ -24,8 +23,4 @@ aclnnStatus aclnnScaledDotProductAttentionGetWorkspaceSize(const aclTensor* quer
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnScaledDotProductAttention(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                           aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnScaledDotProductAttention", Args::kName, workspace, workspaceSize, executor,
-                                 stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(ScaledDotProductAttention)

@@ -12,7 +12,7 @@ aclnnStatus aclnnScaledDotProductAttentionBackwardGetWorkspaceSize(
     int64_t dropoutThreshold, int64_t draw, aclTensor* gradQuery, aclTensor* gradKey, aclTensor* gradValue,
     uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnScaledDotProductAttentionBackwardGetWorkspaceSize",
+      __func__,
       {gradOutput, query, key, value, output, logsumexp, attnMaskOptional, seedOptional, drawnOptional, gradQuery,
        gradKey, gradValue},
       [&](Args& args) {
@@ -24,8 +24,4 @@ aclnnStatus aclnnScaledDotProductAttentionBackwardGetWorkspaceSize(
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnScaledDotProductAttentionBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                                   aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnScaledDotProductAttentionBackward", Args::kName, workspace, workspaceSize,
-                                 executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(ScaledDotProductAttentionBackward)

@@ -10,7 +10,7 @@ aclnnStatus aclnnScaledMaskedSoftmaxBackwardGetWorkspaceSize(const aclTensor* gr
                                                              aclTensor* out, uint64_t* workspaceSize,
                                                              aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnScaledMaskedSoftmaxBackwardGetWorkspaceSize", {gradOutput, y, mask, out},
+      __func__, {gradOutput, y, mask, out},
       [&](Args& args) {
         args.scale = static_cast<float>(scale);
         args.fix_triu_mask = fixTriuMask;
@@ -18,8 +18,4 @@ aclnnStatus aclnnScaledMaskedSoftmaxBackwardGetWorkspaceSize(const aclTensor* gr
       workspaceSize, executor);
 }
 
-aclnnStatus aclnnScaledMaskedSoftmaxBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                             aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnScaledMaskedSoftmaxBackward", Args::kName, workspace, workspaceSize, executor,
-                                 stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(ScaledMaskedSoftmaxBackward)

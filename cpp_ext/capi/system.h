@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-// All that the C API asks of an operating system beyond C++, so that no other source names one.
+// All that the C API needs from an operating system beyond C++, so that no other source names one.
 namespace gradfuse::capi {
 
 // How many processors this process may use, at least 1.

@@ -24,7 +24,7 @@ class ThreadPool final : public ParallelFor {
   // The pool of this process, of DefaultThreads() threads. Lives forever. A process that fork made has one of its own.
   static ThreadPool& Shared();
 
-  // What the environment variable GRADFUSE_NUM_THREADS says, else the number of CPUs that this process may run on.
+  // The environment variable GRADFUSE_NUM_THREADS, or else the number of CPUs that this process may run on.
   static int DefaultThreads();
 
  protected:

@@ -9,11 +9,8 @@ aclnnStatus aclnnThresholdBackwardGetWorkspaceSize(const aclTensor* gradOutput, 
                                                    aclTensor* gradInput, uint64_t* workspaceSize,
                                                    aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
-      "aclnnThresholdBackwardGetWorkspaceSize", {gradOutput, self, gradInput},
-      [&](Args& args) { args.threshold = static_cast<float>(threshold); }, workspaceSize, executor);
+      __func__, {gradOutput, self, gradInput}, [&](Args& args) { args.threshold = static_cast<float>(threshold); },
+      workspaceSize, executor);
 }
 
-aclnnStatus aclnnThresholdBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
-                                   aclrtStream stream) {
-  return gradfuse::capi::Execute("aclnnThresholdBackward", Args::kName, workspace, workspaceSize, executor, stream);
-}
+GRADFUSE_DEFINE_SECOND_PHASE(ThresholdBackward)

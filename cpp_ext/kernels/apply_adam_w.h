@@ -8,7 +8,7 @@
 
 namespace gradfuse {
 
-// What the loops of ApplyAdamW and ApplyAdamW8bit multiply and divide by: computed in float64 and rounded once.
+// The factors of the loops of ApplyAdamW and ApplyAdamW8bit: computed in float64 and rounded once.
 struct AdamWFactors {
   float gradient_scale;
   float kept_share;    // of the parameter, before the update

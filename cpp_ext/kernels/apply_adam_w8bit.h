@@ -13,7 +13,7 @@ constexpr int32_t kMeanZero = 128;
 constexpr float kMeanUnits = 127.0F * 127.0F;
 constexpr float kRootUnits = 256.0F * 256.0F;
 
-// What codes are the roots of is a number times this. Scales that it would overflow of count as 0.
+// The square that a code is the root of is a number times this. Scales for which it would overflow count as 0.
 GRADFUSE_HOST_DEVICE inline float UnitsPerScale(float units, float scale) {
   constexpr float kSmallest = 0x1p-100F;
   return scale >= kSmallest ? units / scale : 0.0F;

@@ -1,20 +1,19 @@
 #include "gradfuse/ops/apply_sgd.h"
 
-#include "kernels/update_checks.h"
+#include "kernels/checks.h"
 
 namespace gradfuse {
 
 Status Check(const ApplySgdArgs& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckLayout(args));
-  GRADFUSE_RETURN_IF_ERROR(CheckTensor("gradient", args.gradient, args.parameter));
-  GRADFUSE_RETURN_IF_ERROR(CheckScalar("learning_rate", args.learning_rate));
-  if (args.momentum_buffer) {
-    GRADFUSE_RETURN_IF_ERROR(CheckTensor("momentum_buffer", *args.momentum_buffer, args.parameter));
-  }
-  if (args.gradient_scale) GRADFUSE_RETURN_IF_ERROR(CheckScalar("gradient_scale", *args.gradient_scale));
+  const Shape& shape = args.parameter.shape;
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("gradient", args.gradient, shape, ", as parameter"));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("learning_rate", args.learning_rate, {}));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("momentum_buffer", args.momentum_buffer, shape, ", as parameter"));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("gradient_scale", args.gradient_scale, {}));
   GRADFUSE_EXPECT(args.momentum >= 0, "momentum", Describe(args.momentum), "0 or more");
   GRADFUSE_EXPECT(args.weight_decay >= 0, "weight_decay", Describe(args.weight_decay), "0 or more");
-  GRADFUSE_EXPECT(args.nesterov == 0 || args.nesterov == 1, "nesterov", std::to_string(args.nesterov), "0 or 1");
+  GRADFUSE_RETURN_IF_ERROR(CheckFlag("nesterov", args.nesterov));
   if (!args.momentum_buffer) {
     GRADFUSE_EXPECT(args.momentum == 0, "momentum", Describe(args.momentum), "0, as momentum_buffer is absent");
     GRADFUSE_EXPECT(args.nesterov == 0, "nesterov", "1", "0, as momentum_buffer is absent");

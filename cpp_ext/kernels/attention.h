@@ -9,7 +9,7 @@
 
 #include "gradfuse/signature.h"
 
-// What the kernels of attention, forward and backward, know of their arguments.
+// The arguments of the attention kernels, forward and backward.
 namespace gradfuse {
 
 struct AttentionSizes {
@@ -23,7 +23,7 @@ struct AttentionSizes {
         width(args.query.shape[3]),
         value_width(args.value.shape[3]) {}
 
-  // Of all heads of the batch, the one of keys that one of queries reads.
+  // The head of keys that a head of queries reads, counted over the batch.
   constexpr int64_t KeyHead(int64_t head) const { return head / heads * groups + head % heads / (heads / groups); }
 
   int64_t batch;
@@ -118,7 +118,7 @@ inline Status CheckNumber(const char* name, const std::optional<Tensor>& tensor)
 
 }  // namespace internal
 
-// What both operators ask of the inputs and attributes that they share.
+// The checks of inputs and attributes that both operators share.
 template <class Args>
 Status CheckAttention(const Args& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckLayout(args));

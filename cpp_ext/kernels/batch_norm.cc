@@ -1,6 +1,6 @@
 #include "gradfuse/ops/batch_norm.h"
 
-#include <string>
+#include "kernels/checks.h"
 
 namespace gradfuse {
 
@@ -8,19 +8,14 @@ Status Check(const BatchNormArgs& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckLayout(args));
   GRADFUSE_EXPECT(args.input.shape.rank() >= 2, "input", Describe(args.input), "2 to 8 dimensions (N,C,...)");
   const Shape channels{args.input.shape[1]};
-  const auto check = [&](const char* name, const std::optional<Tensor>& tensor) -> Status {
-    GRADFUSE_EXPECT(!tensor || tensor->shape == channels, name, Describe(*tensor),
-                    Describe(tensor->dtype, channels) + " as the channels of input");
-    return {};
-  };
-  GRADFUSE_RETURN_IF_ERROR(check("weight", args.weight));
-  GRADFUSE_RETURN_IF_ERROR(check("bias", args.bias));
-  GRADFUSE_RETURN_IF_ERROR(check("running_mean", args.running_mean));
-  GRADFUSE_RETURN_IF_ERROR(check("running_var", args.running_var));
+  const char* const why = " as the channels of input";
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("weight", args.weight, channels, why));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("bias", args.bias, channels, why));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("running_mean", args.running_mean, channels, why));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("running_var", args.running_var, channels, why));
   GRADFUSE_EXPECT(args.momentum >= 0 && args.momentum <= 1, "momentum", Describe(args.momentum), "0 to 1");
   GRADFUSE_EXPECT(args.eps >= 0, "eps", Describe(args.eps), "0 or more");
-  GRADFUSE_EXPECT(args.relu == 0 || args.relu == 1, "relu", std::to_string(args.relu), "0 or 1");
-  return {};
+  return CheckFlag("relu", args.relu);
 }
 
 std::vector<Shape> OutputShapes(const BatchNormArgs& args) {

@@ -50,7 +50,7 @@ namespace cpu {
 
 // How many elements are added up in the type of the computation, before they are in double.
 constexpr int64_t kAddedTogether = 4096;
-// Where a plane is one element, so many neighbouring channels go together, and so many of their rows.
+// If a plane is one element, this many neighbouring channels, and rows of them, are processed together.
 constexpr int64_t kChannelsPerPanel = 256;
 constexpr int64_t kRowsTogether = 64;
 

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "kernels/checks.h"
 #include "kernels/convolution_checks.h"
 
 namespace gradfuse {
@@ -9,15 +10,14 @@ namespace gradfuse {
 Status Check(const ConvolutionArgs& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckLayout(args));
   GRADFUSE_RETURN_IF_ERROR(CheckConvolution(args));
-  GRADFUSE_EXPECT(args.relu == 0 || args.relu == 1, "relu", std::to_string(args.relu), "0 or 1");
+  GRADFUSE_RETURN_IF_ERROR(CheckFlag("relu", args.relu));
   GRADFUSE_EXPECT(args.groups >= 1 && args.groups <= kMostInSpace, "groups", std::to_string(args.groups),
                   "a divisor of the channels");
   GRADFUSE_EXPECT(args.weight.shape[0] <= kMostInSpace && args.weight.shape[1] <= kMostInSpace, "weight",
                   Describe(args.weight), "at most 2147483647 channels");
   const Shape channels{args.transposed != 0 ? args.weight.shape[1] * args.groups : args.weight.shape[0]};
   GRADFUSE_RETURN_IF_ERROR(CheckWeight(args, channels[0]));
-  GRADFUSE_EXPECT(!args.bias || args.bias->shape == channels, "bias", Describe(*args.bias),
-                  Describe(args.bias->dtype, channels) + " as the channels of weight");
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("bias", args.bias, channels, " as the channels of weight"));
   const int spatial = args.input.shape.rank() - 2;
   for (int axis = 0; axis < spatial; ++axis) {
     GRADFUSE_EXPECT(ConvolvedSize(args, spatial, axis) >= 1, "input", Describe(args.input),

@@ -4,13 +4,14 @@
 #include <string>
 
 #include "gradfuse/signature.h"
+#include "kernels/checks.h"
 #include "kernels/convolution_geometry.h"
 #include "kernels/spatial_numbers.h"
 
-// What the operators on convolutions refuse alike.
+// The checks that the convolution operators share.
 namespace gradfuse {
 
-// The size of a convolution's result along a spatial dimension; below 1 where the kernel does not fit.
+// The size of a convolution's result along a spatial dimension; below 1 if the kernel does not fit.
 template <class Args>
 int64_t ConvolvedSize(const Args& args, int spatial, int axis) {
   const int64_t size = args.input.shape[axis + 2];
@@ -31,8 +32,7 @@ Status CheckConvolution(const Args& args) {
                   "3 to 5 dimensions (N,C,...)");
   GRADFUSE_EXPECT(args.weight.shape.rank() == rank, "weight", Describe(args.weight),
                   std::to_string(rank) + " dimensions as input");
-  GRADFUSE_EXPECT(args.transposed == 0 || args.transposed == 1, "transposed", std::to_string(args.transposed),
-                  "0 or 1");
+  GRADFUSE_RETURN_IF_ERROR(CheckFlag("transposed", args.transposed));
   GRADFUSE_RETURN_IF_ERROR(CheckNumbers("stride", args.stride, spatial, false, 1));
   GRADFUSE_RETURN_IF_ERROR(CheckNumbers("padding", args.padding, spatial, true, 0));
   GRADFUSE_RETURN_IF_ERROR(CheckNumbers("dilation", args.dilation, spatial, false, 1));

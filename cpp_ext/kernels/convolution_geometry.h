@@ -7,8 +7,8 @@
 
 namespace gradfuse {
 
-// What the kernels need to know of checked arguments, of any number of spatial dimensions: three, of which the first
-// have size 1 where there are fewer.
+// What the kernels need of checked arguments, always with three spatial dimensions: if there are fewer, the first //
+// have size 1.
 //
 // A convolution has a small side, one position of which is a window, and a large side, which windows lie in: its output
 // and its input, or of a transposed convolution its input and its output. Window o meets element

@@ -5,8 +5,9 @@
 #include <string>
 
 #include "gradfuse/signature.h"
+#include "kernels/checks.h"
 
-// What the ops of cross entropy share. Their arguments have target, reduction, ignore_index and label_smoothing.
+// Code that the cross-entropy ops share. Their arguments have target, reduction, ignore_index and label_smoothing.
 namespace gradfuse {
 
 template <class Args>
@@ -33,14 +34,11 @@ Status CheckOptions(const Args& args) {
 
 template <class Args>
 Status CheckGradLoss(const Args& args, const Tensor& grad_loss, int64_t rows) {
-  const Shape per_row{rows};
   if (args.reduction == "none") {
-    GRADFUSE_EXPECT(grad_loss.shape == per_row, "grad_loss", Describe(grad_loss),
-                    Describe(grad_loss.dtype, per_row) + ", one value a row, as reduction is 'none'");
-  } else {
-    GRADFUSE_EXPECT(grad_loss.shape == Shape{} || grad_loss.shape == Shape{1}, "grad_loss", Describe(grad_loss),
-                    "shape () or (1), as reduction is '" + args.reduction + "'");
+    return CheckShape("grad_loss", grad_loss, {rows}, ", one value a row, as reduction is 'none'");
   }
+  GRADFUSE_EXPECT(grad_loss.shape == Shape{} || grad_loss.shape == Shape{1}, "grad_loss", Describe(grad_loss),
+                  "shape () or (1), as reduction is '" + args.reduction + "'");
   return {};
 }
 

@@ -1,5 +1,6 @@
 #include "gradfuse/ops/cross_entropy_loss_grad.h"
 
+#include "kernels/checks.h"
 #include "kernels/cross_entropy.h"
 
 namespace gradfuse {
@@ -18,15 +19,9 @@ Status Check(const CrossEntropyLossGradArgs& args) {
   const Shape& log_prob = args.log_prob.shape;
   GRADFUSE_EXPECT(log_prob.rank() == 2 && log_prob[1] > 0, "log_prob", Describe(args.log_prob),
                   "shape (N,C) with C > 0");
-  const Shape per_row{log_prob[0]};
   GRADFUSE_RETURN_IF_ERROR(CheckGradLoss(args, args.grad_loss, log_prob[0]));
-  GRADFUSE_EXPECT(args.target.shape == per_row, "target", Describe(args.target),
-                  Describe(args.target.dtype, per_row) + ", one class a row of log_prob");
-  if (args.weight) {
-    const Shape per_class{log_prob[1]};
-    GRADFUSE_EXPECT(args.weight->shape == per_class, "weight", Describe(*args.weight),
-                    Describe(args.weight->dtype, per_class) + ", one weight a class of log_prob");
-  }
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("target", args.target, {log_prob[0]}, ", one class a row of log_prob"));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("weight", args.weight, {log_prob[1]}, ", one weight a class of log_prob"));
   return args.target.on_host ? CheckTargets(args, log_prob[1]) : Status();
 }
 

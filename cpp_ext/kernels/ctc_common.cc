@@ -5,6 +5,8 @@
 #include <string>
 #include <type_traits>
 
+#include "kernels/checks.h"
+
 namespace gradfuse {
 namespace {
 
@@ -70,15 +72,13 @@ Status CheckCtc(const Tensor& log_probs, const Tensor& targets, const Tensor& in
                   "at most " + std::to_string(kMostClasses) + " classes");
   GRADFUSE_EXPECT(blank >= 0 && blank < classes, "blank", std::to_string(blank),
                   "a class in [0, " + std::to_string(classes) + ")");
-  GRADFUSE_EXPECT(zero_infinity == 0 || zero_infinity == 1, "zero_infinity", std::to_string(zero_infinity), "0 or 1");
+  GRADFUSE_RETURN_IF_ERROR(CheckFlag("zero_infinity", zero_infinity));
   GRADFUSE_EXPECT(
       targets.shape.rank() == 1 || (targets.shape.rank() == 2 && targets.shape[0] == per_item[0]), "targets",
       Describe(targets),
       "shape (" + std::to_string(per_item[0]) + ",S), a row an item, or all labels joined in one dimension");
-  GRADFUSE_EXPECT(input_lengths.shape == per_item, "input_lengths", Describe(input_lengths),
-                  Describe(input_lengths.dtype, per_item) + ", one length an item");
-  GRADFUSE_EXPECT(target_lengths.shape == per_item, "target_lengths", Describe(target_lengths),
-                  Describe(target_lengths.dtype, per_item) + ", one length an item");
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("input_lengths", input_lengths, per_item, ", one length an item"));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("target_lengths", target_lengths, per_item, ", one length an item"));
   GRADFUSE_RETURN_IF_ERROR(CheckLengths(log_probs, targets, input_lengths, target_lengths));
   if (!(targets.on_host && target_lengths.on_host)) return {};
   return WithTargetType(targets.dtype, [&](auto type) {

@@ -1,5 +1,6 @@
 #include "gradfuse/ops/ctc_loss_backward.h"
 
+#include "kernels/checks.h"
 #include "kernels/ctc_common.h"
 
 namespace gradfuse {
@@ -10,10 +11,9 @@ Status Check(const CtcLossBackwardArgs& args) {
       CheckCtc(args.log_probs, args.targets, args.input_lengths, args.target_lengths, args.blank, args.zero_infinity));
   const int64_t steps = args.log_probs.shape[0];
   const Shape per_item{args.log_probs.shape[1]};
-  GRADFUSE_EXPECT(args.grad_out.shape == per_item, "grad_out", Describe(args.grad_out),
-                  Describe(args.grad_out.dtype, per_item) + ", one value an item");
-  GRADFUSE_EXPECT(args.neg_log_likelihood.shape == per_item, "neg_log_likelihood", Describe(args.neg_log_likelihood),
-                  Describe(args.neg_log_likelihood.dtype, per_item) + ", one value an item");
+  const char* const why = ", one value an item";
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("grad_out", args.grad_out, per_item, why));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("neg_log_likelihood", args.neg_log_likelihood, per_item, why));
   const Shape& alpha = args.log_alpha.shape;
   const bool known = args.target_lengths.on_host;
   const int64_t states = known ? 2 * LongestTarget(args.target_lengths) + 1 : 1;

@@ -2,6 +2,8 @@
 
 #include <limits>
 
+#include "kernels/checks.h"
+
 namespace gradfuse {
 namespace {
 
@@ -26,13 +28,11 @@ Status Check(const EmbeddingDenseBackwardArgs& args) {
   constexpr int64_t kMostWeights = std::numeric_limits<int32_t>::max();
   GRADFUSE_EXPECT(args.num_weights >= 0 && args.num_weights <= kMostWeights, "num_weights",
                   std::to_string(args.num_weights), "0 to " + std::to_string(kMostWeights));
-  GRADFUSE_EXPECT(args.scale_grad_by_freq == 0 || args.scale_grad_by_freq == 1, "scale_grad_by_freq",
-                  std::to_string(args.scale_grad_by_freq), "0 or 1");
+  GRADFUSE_RETURN_IF_ERROR(CheckFlag("scale_grad_by_freq", args.scale_grad_by_freq));
   const Shape& grad = args.grad_output.shape;
   GRADFUSE_EXPECT(grad.rank() >= 1, "grad_output", Describe(args.grad_output), "1 dimension or more");
   const Shape rows(grad.dims(), static_cast<size_t>(grad.rank() - 1));
-  GRADFUSE_EXPECT(args.indices.shape == rows, "indices", Describe(args.indices),
-                  Describe(args.indices.dtype, rows) + ", one index a row of grad_output");
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("indices", args.indices, rows, ", one index a row of grad_output"));
   if (!args.indices.on_host) return {};
   return args.indices.dtype == DType::kInt32 ? CheckIndices<int32_t>(args) : CheckIndices<int64_t>(args);
 }

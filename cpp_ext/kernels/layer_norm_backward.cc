@@ -1,17 +1,12 @@
 #include "gradfuse/ops/layer_norm_backward.h"
 
-#include <algorithm>
 #include <string>
 
+#include "kernels/checks.h"
 #include "kernels/layer_norm.h"
 
 namespace gradfuse {
 namespace {
-
-Status CheckShape(const char* name, const Tensor& tensor, const Shape& shape, const char* why) {
-  GRADFUSE_EXPECT(tensor.shape == shape, name, Describe(tensor), Describe(tensor.dtype, shape) + why);
-  return {};
-}
 
 // A number for each row, in the type of the computation.
 Status CheckStatistic(const char* name, const Tensor& tensor, const Tensor& input, int first) {
@@ -33,23 +28,17 @@ Status Check(const LayerNormBackwardArgs& args) {
   GRADFUSE_EXPECT(rank >= 1, "input", Describe(args.input), "1 dimension or more");
   GRADFUSE_EXPECT(args.axis >= -rank && args.axis < rank, "axis", std::to_string(args.axis),
                   std::to_string(-rank) + " to " + std::to_string(rank - 1));
-  const bool mask_fits = args.output_mask.size() == 3 && std::all_of(args.output_mask.begin(), args.output_mask.end(),
-                                                                     [](int64_t one) { return one == 0 || one == 1; });
-  GRADFUSE_EXPECT(mask_fits, "output_mask", Describe(args.output_mask), "3 numbers, 0 or 1");
+  GRADFUSE_RETURN_IF_ERROR(CheckMask(args.output_mask, 3));
   GRADFUSE_RETURN_IF_ERROR(CheckShape("grad_output", args.grad_output, args.input.shape, " as input"));
   const NormalizedRows rows(args.input.shape, args.axis);
-  if (args.weight) {
-    GRADFUSE_RETURN_IF_ERROR(CheckShape("weight", *args.weight, rows.inner, " as the normalized axes of input"));
-  }
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("weight", args.weight, rows.inner, " as the normalized axes of input"));
   if (args.mean) GRADFUSE_RETURN_IF_ERROR(CheckStatistic("mean", *args.mean, args.input, rows.first));
   return CheckStatistic("rstd", args.rstd, args.input, rows.first);
 }
 
 std::vector<Shape> OutputShapes(const LayerNormBackwardArgs& args) {
-  const Shape nothing{0};
   const NormalizedRows rows(args.input.shape, args.axis);
-  return {args.output_mask[0] != 0 ? args.input.shape : nothing, args.output_mask[1] != 0 ? rows.inner : nothing,
-          args.output_mask[2] != 0 ? rows.inner : nothing};
+  return Masked(args.output_mask, {args.input.shape, rows.inner, rows.inner});
 }
 
 }  // namespace gradfuse

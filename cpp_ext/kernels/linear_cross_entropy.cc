@@ -1,38 +1,26 @@
 #include "gradfuse/ops/linear_cross_entropy.h"
 
-#include <algorithm>
 #include <limits>
 #include <string>
 
+#include "kernels/checks.h"
 #include "kernels/cross_entropy.h"
 
 namespace gradfuse {
-namespace {
-
-Status CheckShape(const char* name, const Tensor& tensor, const Shape& shape, const char* why) {
-  GRADFUSE_EXPECT(tensor.shape == shape, name, Describe(tensor), Describe(tensor.dtype, shape) + why);
-  return {};
-}
-
-}  // namespace
 
 Status Check(const LinearCrossEntropyArgs& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckLayout(args));
   GRADFUSE_RETURN_IF_ERROR(CheckOptions(args));
   GRADFUSE_EXPECT(args.softcap >= 0 && args.softcap <= std::numeric_limits<float>::max(), "softcap",
                   Describe(args.softcap), "0 or a positive number");
-  const bool mask_fits = args.output_mask.size() == 4 && std::all_of(args.output_mask.begin(), args.output_mask.end(),
-                                                                     [](int64_t one) { return one == 0 || one == 1; });
-  GRADFUSE_EXPECT(mask_fits, "output_mask", Describe(args.output_mask), "4 numbers, 0 or 1");
+  GRADFUSE_RETURN_IF_ERROR(CheckMask(args.output_mask, 4));
   GRADFUSE_EXPECT(args.input.shape.rank() == 2, "input", Describe(args.input), "shape (N,H)");
   const Shape& weight = args.linear_weight.shape;
   GRADFUSE_EXPECT(weight.rank() == 2 && weight[0] > 0 && weight[1] == args.Features(), "linear_weight",
                   Describe(args.linear_weight), "shape (C," + std::to_string(args.Features()) + ") with C > 0");
   GRADFUSE_RETURN_IF_ERROR(CheckShape("target", args.target, {args.Rows()}, ", one class a row of input"));
   const Shape per_class{args.Classes()};
-  if (args.linear_bias) {
-    GRADFUSE_RETURN_IF_ERROR(CheckShape("linear_bias", *args.linear_bias, per_class, ", one number a class"));
-  }
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("linear_bias", args.linear_bias, per_class, ", one number a class"));
   if (args.weight) {
     const DType computed = args.input.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
     GRADFUSE_EXPECT(args.weight->dtype == computed, "weight", Name(args.weight->dtype),
@@ -44,10 +32,8 @@ Status Check(const LinearCrossEntropyArgs& args) {
 }
 
 std::vector<Shape> OutputShapes(const LinearCrossEntropyArgs& args) {
-  const Shape nothing{0};
-  const auto wanted = [&](size_t index, const Shape& shape) { return args.Wants(index) ? shape : nothing; };
-  return {wanted(0, args.reduction == "none" ? args.target.shape : Shape{}), wanted(1, args.input.shape),
-          wanted(2, args.linear_weight.shape), wanted(3, {args.Classes()})};
+  const Shape losses = args.reduction == "none" ? args.target.shape : Shape{};
+  return Masked(args.output_mask, {losses, args.input.shape, args.linear_weight.shape, {args.Classes()}});
 }
 
 }  // namespace gradfuse

@@ -9,11 +9,11 @@ Status Check(const LstmRecurrenceArgs& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckSequence("input", args.input, 4));
   const RecurrenceSizes size(args.input.shape, 4);
   const Shape state{size.batch, size.units};
-  GRADFUSE_RETURN_IF_ERROR(CheckShape("initial_h", args.initial_h, state, "input"));
-  GRADFUSE_RETURN_IF_ERROR(CheckShape("initial_c", args.initial_c, state, "input"));
-  GRADFUSE_RETURN_IF_ERROR(CheckShape("weight", args.weight, {4 * size.units, size.units}, "input"));
-  GRADFUSE_RETURN_IF_ERROR(CheckShape("bias", args.bias, {4 * size.units}, "input"));
-  return CheckReverse(args.reverse);
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("initial_h", args.initial_h, state, " to fit input"));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("initial_c", args.initial_c, state, " to fit input"));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("weight", args.weight, {4 * size.units, size.units}, " to fit input"));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("bias", args.bias, {4 * size.units}, " to fit input"));
+  return CheckFlag("reverse", args.reverse);
 }
 
 std::vector<Shape> OutputShapes(const LstmRecurrenceArgs& args) {

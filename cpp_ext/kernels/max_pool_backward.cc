@@ -1,8 +1,8 @@
 #include "gradfuse/ops/max_pool_backward.h"
 
 #include <algorithm>
-#include <string>
 
+#include "kernels/checks.h"
 #include "kernels/max_pool_geometry.h"
 #include "kernels/spatial_numbers.h"
 
@@ -35,7 +35,7 @@ Status Check(const MaxPoolBackwardArgs& args) {
   const int spatial = rank - 2;
   GRADFUSE_EXPECT(spatial >= 1 && spatial <= MaxPoolBackwardArgs::kMaxSpatial, "input", Describe(args.input),
                   "3 to 5 dimensions (N,C,...)");
-  GRADFUSE_EXPECT(args.ceil_mode == 0 || args.ceil_mode == 1, "ceil_mode", std::to_string(args.ceil_mode), "0 or 1");
+  GRADFUSE_RETURN_IF_ERROR(CheckFlag("ceil_mode", args.ceil_mode));
   GRADFUSE_RETURN_IF_ERROR(CheckNumbers("kernel_size", args.kernel_size, spatial, false, 1));
   GRADFUSE_RETURN_IF_ERROR(CheckNumbers("stride", args.stride, spatial, false, 1));
   GRADFUSE_RETURN_IF_ERROR(CheckNumbers("padding", args.padding, spatial, true, 0));
@@ -51,9 +51,7 @@ Status Check(const MaxPoolBackwardArgs& args) {
     GRADFUSE_EXPECT(size >= 1 && output[axis + 2] >= 1, "input", Describe(args.input),
                     "spatial dimensions that a window fits into");
   }
-  GRADFUSE_EXPECT(args.grad_output.shape == output, "grad_output", Describe(args.grad_output),
-                  Describe(args.grad_output.dtype, output) + ", an element for each window of input");
-  return {};
+  return CheckShape("grad_output", args.grad_output, output, ", an element for each window of input");
 }
 
 std::vector<Shape> OutputShapes(const MaxPoolBackwardArgs& args) { return {args.input.shape}; }

@@ -6,8 +6,8 @@
 
 namespace gradfuse {
 
-// What the kernels need to know of checked arguments, of any number of spatial dimensions: three, of which the first
-// have size 1 where there are fewer.
+// What the kernels need of checked arguments, always with three spatial dimensions: if there are fewer, the first //
+// have size 1.
 struct MaxPoolGeometry {
   static constexpr int kSpatial = MaxPoolBackwardArgs::kMaxSpatial;
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <optional>
 #include <string>
 
 #include "gradfuse/signature.h"
 #include "gradfuse/tensor.h"
+#include "kernels/checks.h"
 
 namespace gradfuse {
 
@@ -34,20 +34,6 @@ class StepPlaces {
 inline Status CheckSequence(const char* name, const Tensor& sequence, int64_t gates) {
   GRADFUSE_EXPECT(sequence.shape.rank() == 3 && sequence.shape[2] % gates == 0, name, Describe(sequence),
                   gates == 1 ? "3 dimensions (T,N,H)" : "3 dimensions (T,N," + std::to_string(gates) + " H)");
-  return {};
-}
-
-// Whether a tensor has the shape that `like` asks for.
-inline Status CheckShape(const char* name, const Tensor& tensor, const Shape& wanted, const char* like) {
-  GRADFUSE_EXPECT(tensor.shape == wanted, name, Describe(tensor), Describe(tensor.dtype, wanted) + " to fit " + like);
-  return {};
-}
-inline Status CheckShape(const char* name, const std::optional<Tensor>& tensor, const Shape& wanted, const char* like) {
-  return tensor ? CheckShape(name, *tensor, wanted, like) : Status();
-}
-
-inline Status CheckReverse(int64_t reverse) {
-  GRADFUSE_EXPECT(reverse == 0 || reverse == 1, "reverse", std::to_string(reverse), "0 or 1");
   return {};
 }
 

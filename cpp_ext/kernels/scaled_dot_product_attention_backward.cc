@@ -1,6 +1,7 @@
 #include "gradfuse/ops/scaled_dot_product_attention_backward.h"
 
 #include "kernels/attention.h"
+#include "kernels/checks.h"
 
 namespace gradfuse {
 
@@ -9,13 +10,10 @@ Status Check(const ScaledDotProductAttentionBackwardArgs& args) {
   const Shape& query = args.query.shape;
   const Shape output{query[0], query[1], query[2], args.value.shape[3]};
   const Shape rows{query[0], query[1], query[2]};
-  GRADFUSE_EXPECT(args.grad_output.shape == output, "grad_output", Describe(args.grad_output),
-                  Describe(args.grad_output.dtype, output) + ", B, H and L of query and Ev of value");
-  GRADFUSE_EXPECT(args.output.shape == output, "output", Describe(args.output),
-                  Describe(args.output.dtype, output) + ", B, H and L of query and Ev of value");
-  GRADFUSE_EXPECT(args.logsumexp.shape == rows, "logsumexp", Describe(args.logsumexp),
-                  Describe(args.logsumexp.dtype, rows) + ", B, H and L of query");
-  return {};
+  const char* const why = ", B, H and L of query and Ev of value";
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("grad_output", args.grad_output, output, why));
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("output", args.output, output, why));
+  return CheckShape("logsumexp", args.logsumexp, rows, ", B, H and L of query");
 }
 
 std::vector<Shape> OutputShapes(const ScaledDotProductAttentionBackwardArgs& args) {

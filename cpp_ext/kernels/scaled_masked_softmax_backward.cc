@@ -1,5 +1,7 @@
 #include "gradfuse/ops/scaled_masked_softmax_backward.h"
 
+#include "kernels/checks.h"
+
 namespace gradfuse {
 
 Status Check(const ScaledMaskedSoftmaxBackwardArgs& args) {
@@ -10,7 +12,7 @@ Status Check(const ScaledMaskedSoftmaxBackwardArgs& args) {
   }
   const Shape& shape = args.grad_output.shape;
   GRADFUSE_EXPECT(shape.rank() == 4, "grad_output", Describe(args.grad_output), "4 dimensions (B,H,S1,S2)");
-  GRADFUSE_EXPECT(args.y.shape == shape, "y", Describe(args.y), Describe(args.grad_output) + " as grad_output");
+  GRADFUSE_RETURN_IF_ERROR(CheckShape("y", args.y, shape, " as grad_output"));
   if (args.mask) {
     const Shape& mask = args.mask->shape;
     const bool fits = mask.rank() == 4 && (mask[0] == shape[0] || mask[0] == 1) &&

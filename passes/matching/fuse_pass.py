@@ -1,4 +1,4 @@
-"""The pass of a fused operator: every value of a graph is tried, and replaced where the operator computes it."""
+"""The pass of a fused operator: it tries every value of a graph, and replaces those that the operator computes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Policy = Literal["profitable", "all"]
 
 
 class FusePass(ContextPass):
-    """Puts one fused operator in the place of every subgraph that computes it.
+    """Replaces every subgraph that computes one fused operator.
 
     A subclass has the rules: it proposes the rewrite of a value, and the algebra decides. A proposal is taken only if
     the operator's definition, written in the forms of the values that it was bound to, is the form of the value.
@@ -64,10 +64,10 @@ class FusePass(ContextPass):
 
     @abstractmethod
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
-        """The rewrite of a value; None if it has nothing of the op.
+        """The rewrite of a value; None if it does not resemble the op.
 
         Raises:
-            Mismatch: it has something of the op, but cannot be replaced.
+            Mismatch: it resembles the op, but cannot be replaced.
         """
 
     def possible(self, site: Site, form: Form) -> bool:

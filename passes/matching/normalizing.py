@@ -1,13 +1,24 @@
-"""What the gradients of layer and batch normalization are written in: arithmetic, views and sums."""
+"""What the gradients of layer and batch normalization are written in: arithmetic, views and sums.
+
+They are made of whole tensors, of the gradient's shape, and of vectors, which have an element a row or a channel.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import onnx_ir as ir
 
+from gradfuse.passes.algebra import ZERO, Poly
+from gradfuse.passes.matching.builder import Builder
+from gradfuse.passes.matching.graphs import TOLERANCE
+from gradfuse.passes.matching.rewrite import Mismatch, Rewrite
 from gradfuse.passes.matching.site import Site
-from gradfuse.passes.matching.terms import chosen, constant
+from gradfuse.passes.matching.terms import chosen, constant, parts_of_sum
+from gradfuse.passes.reading import is_float
 
 VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Cast", "Identity"}
 CALCULATIONS = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"}
@@ -20,6 +31,7 @@ _CUTS = {"Where", "Max", "Min", "Clip"}
 CUT = "a condition is part of its deviation, such as a variance that is cut at 0: its gradient is another one there"
 _FACTORS = 16  # of a product
 _MOST = 48  # values that a statistic is made of
+_VALUES = 120  # that a gradient is made of
 
 
 def reduced(site: Site, node: ir.Node) -> ir.Value | None:
@@ -57,6 +69,150 @@ def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
     else:
         return None
     return [None if value is None else site.first(value) for value in read]
+
+
+@dataclass(frozen=True)
+class Region:
+    """The arithmetic behind a value, up to other layers.
+
+    Attributes:
+        root: the value.
+        axis: the dimension of the channels, or the first of those that are normalized.
+        nodes: what computes the value.
+        reduced: whole tensors that are summed.
+        centred: differences of a whole tensor and a vector, with the two.
+    """
+
+    root: ir.Value
+    axis: int
+    nodes: frozenset[ir.Node]
+    reduced: tuple[ir.Value, ...]
+    centred: Mapping[ir.Value, tuple[ir.Value, ir.Value]]
+
+    def products(self, site: Site) -> list[list[ir.Value]]:
+        """The factors of what is summed, the furthest first, which a weight has not been multiplied with."""
+        whole = partial(is_whole, site, root=self.root)
+        terms = dict.fromkeys(term for value in self.reduced for term in parts_of_sum(site, value, whole, _FACTORS))
+        return [factors(site, term, whole)[::-1] for term in terms]
+
+
+def arithmetic(site: Site, root: ir.Value) -> Iterator[tuple[ir.Value, ir.Node]]:
+    """The values of the arithmetic behind a value, itself first, with what computes them."""
+    todo, seen = [root], {root}
+    for value in todo:
+        node = value.producer()
+        inputs = None if node is None or not is_float(value) else operands(site, node)
+        if node is None or inputs is None:
+            continue
+        yield value, node
+        for other in inputs:
+            if other is not None and other not in seen:
+                seen.add(other)
+                todo.append(other)
+        if len(todo) > _VALUES:
+            break
+
+
+def is_whole(site: Site, value: ir.Value, root: ir.Value) -> bool:
+    return is_float(value) and site.knows(value) and site.extents(value) == site.extents(root)
+
+
+def vectors(
+    site: Site, root: ir.Value, stops: Sequence[ir.Value], is_vector: Callable[[ir.Value], bool]
+) -> list[ir.Value]:
+    """The vectors that a value is made of, beside others that are given.
+
+    Raises:
+        Mismatch: it is made of more than vectors.
+    """
+    found: dict[ir.Value, None] = {}
+    views: dict[ir.Value, ir.Value] = {}
+    todo, seen = [root], {root, *stops}
+    for value in todo:
+        if len(todo) > _VALUES:
+            raise Mismatch("it is made of more than the gradient is")
+        node = value.producer()
+        if (site.forms.constant(value) is not None and not is_vector(value)) or is_size(site, value):
+            continue
+        inputs = None if node is None or is_inverse(site, node) else operands(site, node)
+        if node is None or inputs is None:
+            # What has its elements in other dimensions may be viewed as a vector.
+            vector = value
+            while not is_vector(vector):
+                if vector not in views:
+                    raise Mismatch(f"{value.name} is part of it, which is no vector of the channels")
+                vector = views[vector]
+            found[vector] = None
+            continue
+        for other in inputs:
+            if other is not None and other not in seen:
+                seen.add(other)
+                todo.append(other)
+                if node.op_type in VIEWS:
+                    views[other] = value
+    return list(found)
+
+
+def sums(
+    site: Site,
+    region: Region,
+    sources: Sequence[ir.Value],
+    values: Sequence[ir.Value],
+    wanted: Sequence[Poly],
+    is_vector: Callable[[ir.Value], bool],
+) -> list[ir.Value | None]:
+    """The vectors among some values that are certain sums, where something else than the gradient reads them."""
+    root = region.root
+    assert root.dtype is not None
+    tolerance = 8 * TOLERANCE[root.dtype]
+
+    def fits(value: ir.Value) -> bool:
+        inside = not value.is_graph_output() and all(use.node in region.nodes for use in value.uses())
+        return value.dtype == root.dtype and is_vector(value) and not inside
+
+    def is_sum(value: ir.Value, expected: Poly) -> bool:
+        return fits(value) and site.forms.relative(value, *sources)[0].poly.close_to(expected, tolerance)
+
+    return [next((value for value in values if is_sum(value, expected)), None) for expected in wanted]
+
+
+def fused_with_sums(
+    site: Site,
+    builder: Builder,
+    operator: str,
+    inputs: Sequence[ir.Value | None],
+    shape: Sequence[Poly],
+    vector: Sequence[Poly],
+    sums: Sequence[ir.Value | None],
+    **attributes: Any,
+) -> tuple[ir.Value, tuple[tuple[ir.Value, ir.Value], ...]]:
+    """The gradient by an operator, and the sums that something reads with what takes their place."""
+    mask = [1, *(int(value is not None) for value in sums)]
+    sizes = [vector if value is not None else [ZERO] for value in sums]
+    fused = builder.fused_whole(operator, inputs, [shape, *sizes], **attributes, output_mask=mask)
+    pairs = zip(sums, fused[1:], strict=True)
+    others = [(value, builder.reshape(new, site.extents(value))) for value, new in pairs if value is not None]
+    return fused[0], tuple(others)
+
+
+def of_training(
+    builder: Builder,
+    operator: str,
+    rule: str,
+    node: ir.Node,
+    inputs: Sequence[ir.Value],
+    operands: Sequence[ir.Value | None],
+    wanted: Sequence[ir.Value | None],
+    sizes: Sequence[Sequence[Poly]],
+    **attributes: Any,
+) -> Rewrite:
+    """The rewrite of an operator of onnxruntime-training, of whose outputs some are wanted."""
+    mask = [int(value is not None) for value in wanted]
+    shapes = [size if value is not None else [ZERO] for size, value in zip(sizes, wanted, strict=True)]
+    outputs = builder.fused_whole(operator, operands, shapes, **attributes, output_mask=mask)
+    (output, *others) = ((value, new) for value, new in zip(wanted, outputs, strict=True) if value is not None)
+    rewrite = builder.rewrite(rule, [output[1]], output[1])
+    return replace(rewrite, frontier=tuple(inputs), others=tuple(others), runs=frozenset([node]))
 
 
 def factors(site: Site, value: ir.Value, is_whole: Callable[[ir.Value], bool]) -> list[ir.Value]:

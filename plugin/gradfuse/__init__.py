@@ -1,7 +1,7 @@
 """Fuse decomposed training backward subgraphs in ONNX models into single operators.
 
 Importing this package is cheap: names are looked up in their modules on first use (PEP 562), so that neither numpy,
-onnx, onnxruntime nor torch is imported before it is needed. Where torch is there already, its operators are registered.
+onnx, onnxruntime nor torch is imported before it is needed. If torch is imported already, its operators are registered.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ __all__ = [
 ]
 
 _SUBMODULES = {
-    "backward_decompositions": "gradfuse.export.decompositions.backward",
     "custom_ops": "gradfuse.custom_ops",
     "distributed": "gradfuse.distributed",
     "losses": "gradfuse.losses",

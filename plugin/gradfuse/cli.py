@@ -1,7 +1,7 @@
 """The command `gradfuse`.
 
 Exit codes: 0 done, also when there was nothing to fuse; 2 bad input or usage; 3 a check failed; 4 gradfuse itself
-failed: a bug, which `-v` shows the traceback of, or a process of its own that does not start or ends early.
+failed: a bug, whose traceback `-v` shows, or a process of its own that does not start or ends early.
 
 Results go to standard output, errors to standard error in one line. An output file is written whole or not at all, and
 never in the place of a file of the input, a folder, a pipe or a device.
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     state = _State()
-    # What libraries say to whoever uses them is no line of ours; without a handler it would be printed.
+    # Logs of libraries are not our output; without a handler they would be printed.
     logging.getLogger("onnx_ir").addHandler(logging.NullHandler())
     try:
         result = commands.main(arguments, prog_name="gradfuse", standalone_mode=False, obj=state)
@@ -99,7 +99,7 @@ def run(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if _is_of_output(error):
             return _broken_output(error)
-        # Whatever else is raised, nobody thought of.
+        # Any other exception is a bug.
         if state.verbose:
             traceback.print_exc()
         what = f"{type(error).__name__}: {error}"
@@ -108,7 +108,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _is_of_output(error: Exception) -> TypeGuard[OSError]:
-    """Whether it is of writing to standard output, as when the reader of a pipe has gone or the disk is full."""
+    """Whether writing to standard output failed, as when the reader of a pipe has gone or the disk is full."""
     return isinstance(error, OSError) and error.filename is None and error.errno in _OUTPUT_ERRORS
 
 
@@ -193,7 +193,7 @@ def fuse(
         with busy("reading"):
             loaded = reading.load(source)
             inputs = _inputs(loaded.ir, source, target, in_place, report_path)
-            # Of onnx_ir's kind, so that external data stays in its files; the original only where it is compared with.
+            # An onnx_ir model, so that external data stays in its files; a copy only if the original is needed.
             fused = dataclasses.replace(loaded, ir=copy_model(loaded.ir) if runs else loaded.ir, source=target)
         with busy("fusing") as progress:
             chosen = (list(only) or None, list(skip) or None, policy)
@@ -300,7 +300,7 @@ class _CheckingCommand(click.Command):
 
 
 def _batch(check: str | None) -> bool | dict[str, Any]:
-    """Return what --check says: nothing, that there is a check, or the batch for it."""
+    """Return whether --check asks for a check, or the batch for it."""
     if not check:
         return check is not None
     import numpy as np
@@ -309,7 +309,7 @@ def _batch(check: str | None) -> bool | dict[str, Any]:
         with np.load(check, allow_pickle=False) as arrays:
             return dict(arrays)
     except Exception as error:
-        # numpy raises in many ways what is no archive of arrays.
+        # numpy raises many kinds of errors for a file that is not an archive of arrays.
         raise click.UsageError(f"--check is {check!r}: {one_line(error)}; expected what numpy.savez wrote") from error
 
 
@@ -321,38 +321,44 @@ def _batch(check: str | None) -> bool | dict[str, Any]:
     metavar="NAME|LOSS.onnx",
     help="cross_entropy, mse, ..., or a model (outputs, targets) -> scalar; else the model's own scalar output.",
 )
-@click.option("--optimizer", type=click.Choice([*_OPTIMIZERS]), help="Without one, STEP gives gradients.")
+@click.option("--optimizer", type=click.Choice([*_OPTIMIZERS]), help="Without one, STEP outputs gradients.")
 @click.option("--lr", type=float, help="The learning rate.")
 @click.option("--momentum", type=float, help="The momentum of sgd or rmsprop.")
 @click.option("--weight-decay", type=float, help="As in torch.optim.")
 @click.option("--trainable", multiple=True, metavar="PATTERN", help="Train these initializers only; may be repeated.")
 @click.option("--frozen", multiple=True, metavar="PATTERN", help="Do not train these initializers; may be repeated.")
-@click.option("--tie", multiple=True, metavar="NAME=OTHER", help="Train a copy as one with OTHER; may be repeated.")
+@click.option(
+    "--tie", multiple=True, metavar="NAME=OTHER", help="Train a copy NAME as one with OTHER; may be repeated."
+)
 @click.option("--lora", multiple=True, metavar="PATTERN", help="Train low-rank adapters of these; may be repeated.")
 @click.option("--lora-rank", type=int, help="The rank of the adapters; 8 by default.")
 @click.option("--lora-alpha", type=float, help="Adapters are scaled by alpha / rank; 8 by default.")
-@click.option("--train-batch-norm", is_flag=True, help="Take the batch's statistics and update the running ones.")
+@click.option("--train-batch-norm", is_flag=True, help="Use the batch's statistics, and update the running ones.")
 @click.option("--max-grad-norm", type=float, help="Clip the gradients' norm.")
 @click.option("--accumulate", type=click.IntRange(min=1), default=1, help="Average gradients over this many calls.")
-@click.option("--grad-scaler", type=float, metavar="SCALE", help="Scale the loss, from SCALE on, as torch.amp does.")
+@click.option("--grad-scaler", type=float, metavar="SCALE", help="Scale the loss by SCALE at first, as torch.amp does.")
 @click.option("--ema", type=float, metavar="DECAY", help="Average the parameters: average * DECAY + new * (1 - DECAY).")
 @click.option("--run-time", multiple=True, metavar="NAME", help="Make weight_decay, ... an input; may be repeated.")
-@click.option("--frozen-inputs", is_flag=True, help="Make weights that do not train inputs, which may be set anew.")
 @click.option(
-    "--check", metavar="[BATCH.npz]", help="Compare derivatives of the loss with its differences, on a batch if given."
+    "--frozen-inputs", is_flag=True, help="Make weights that do not train inputs, so that you can replace them."
+)
+@click.option(
+    "--check", metavar="[BATCH.npz]", help="Compare derivatives with finite differences, on random inputs or BATCH."
 )
 @click.option(
     "--memory-budget",
     metavar="SIZE",
-    help="Compute activations again to take no more: 512MiB, or 0.5 of all.",
+    help="Recompute activations to take no more memory: 512MiB, or 0.5 of all.",
 )
 @click.option(
     "--size", multiple=True, metavar="DIM=N", help="A dimension's size, for --memory-budget; may be repeated."
 )
 @click.option("--no-fuse", is_flag=True, help="Leave the step unfused.")
 @click.option("--straight-through", is_flag=True, help="Let gradients pass QuantizeLinear and DequantizeLinear.")
-@click.option("--dynamic-batch", is_flag=True, help="Free a batch that the model has fixed.")
-@click.option("--batch-axis", multiple=True, metavar=_BATCH_AXIS, help="The batch's axis; may be repeated.")
+@click.option("--dynamic-batch", is_flag=True, help="Make a fixed batch dynamic.")
+@click.option(
+    "--batch-axis", multiple=True, metavar=_BATCH_AXIS, help="The axis of the batch, 0 by default; may be repeated."
+)
 @click.option("--no-float64", is_flag=True, help="Compute the update in float32 alone, as for WebGPU; with --no-fuse.")
 @_no_defaults
 @_force
@@ -457,11 +463,13 @@ def training_step(
 @commands.command("make-batch-dynamic")
 @click.argument("source", metavar="IN.onnx")
 @click.argument("target", metavar="OUT.onnx")
-@click.option("--axis", multiple=True, metavar=_BATCH_AXIS, help="The batch's axis, 0 elsewhere; may be repeated.")
+@click.option(
+    "--axis", multiple=True, metavar=_BATCH_AXIS, help="The axis of the batch, 0 by default; may be repeated."
+)
 @_force
 @_verbose
 def make_batch_dynamic(source: str, target: str, axis: tuple[str, ...], force: bool) -> None:
-    """Free the batch of a model that was exported with a fixed one."""
+    """Make the fixed batch of a model dynamic."""
     target, axes = _target(source, target, in_place=False), _axes("--axis", axis)
     from gradfuse.dynamic_batch.freeing import with_dynamic_batch
     from gradfuse.models import reading, writing
@@ -513,8 +521,8 @@ def add_lora_inputs(source: str, target: str, lora: tuple[str, ...], force: bool
 @commands.command("save-adapter")
 @click.argument("source", metavar="STEP.onnx")
 @click.argument("target", metavar="OUT")
-@click.option("--checkpoint", metavar="FILE", help="What TrainingSession.save wrote; without one, STEP's own values.")
-@click.option("--within", metavar="NAME", help="What PEFT's module is called in the exported one; without, it is that.")
+@click.option("--checkpoint", metavar="FILE", help="What TrainingSession.save wrote; by default STEP's own values.")
+@click.option("--within", metavar="NAME", help="The name of PEFT's module in the exported one; by default the whole.")
 @_verbose
 def save_adapter(source: str, target: str, checkpoint: str | None, within: str | None) -> None:
     """Write trained adapters: OUT.onnx_adapter for onnxruntime, or else a folder for PEFT."""
@@ -536,11 +544,11 @@ def save_adapter(source: str, target: str, checkpoint: str | None, within: str |
 @commands.command("convert-adapter")
 @click.argument("source", metavar="IN")
 @click.argument("target", metavar="OUT")
-@click.option("--base", metavar="MODEL.onnx", help="The model that the adapters are for: its names, checked sizes.")
-@click.option("--within", metavar="NAME", help="What PEFT's module is called in the model; without, it is that.")
+@click.option("--base", metavar="MODEL.onnx", help="The model that the adapters are for: gives names, checks sizes.")
+@click.option("--within", metavar="NAME", help="The name of PEFT's module in the model; by default the whole.")
 @_verbose
 def convert_adapter(source: str, target: str, base: str | None, within: str | None) -> None:
-    """Turn a folder of PEFT into OUT.onnx_adapter for onnxruntime, or such a file into a folder."""
+    """Convert a PEFT folder to OUT.onnx_adapter for onnxruntime, or such a file to a folder."""
     files.require_other(target, [source] if base is None else [source, base], "the adapter")
     from gradfuse.lora.loading import convert_adapter as convert
 
@@ -568,7 +576,9 @@ def _optimizer(name: str | None, options: Mapping[str, float | None]) -> Optimiz
 @commands.command()
 @click.argument("first", metavar="A.onnx")
 @click.argument("second", metavar="B.onnx")
-@click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Runs with inputs of their own.")
+@click.option(
+    "--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Number of runs, each on new inputs."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @_verbose
@@ -583,7 +593,7 @@ def check(first: str, second: str, runs: int, seed: int, as_json: bool) -> int:
 
 
 @commands.command()
-@click.option("--differentiable", is_flag=True, help="List the operators that training-step has gradients of.")
+@click.option("--differentiable", is_flag=True, help="List the operators that training-step can differentiate.")
 @click.option("--json", "as_json", is_flag=True, help="Print the operators as JSON.")
 def ops(differentiable: bool, as_json: bool) -> None:
     """List the fused operators: inputs, outputs, attributes and types."""
@@ -636,7 +646,7 @@ def info(as_json: bool) -> None:
 
 
 def _target(source: str, target: str | None, in_place: bool) -> str:
-    """Return the path to write to, after making sure that the input is not overwritten unasked."""
+    """Return the path to write to; refuse to overwrite the input without --in-place."""
     if target is None:
         if not in_place:
             raise click.UsageError("OUT.onnx is missing; expected a path, or --in-place")
@@ -696,7 +706,7 @@ def _write(
     if report.fusions or has_external_data(model):
         writing.save(model, target, keep_references=_same_folder(source, target), inputs=inputs, force=force)
     elif not in_place:
-        # Nothing was changed, so not a byte is.
+        # Nothing was fused, so OUT is a copy, byte for byte.
         with open(source, "rb") as file:
             files.write_file(target, file.read(), inputs)
 

@@ -1,7 +1,7 @@
-"""Data-parallel training: ranks that compute gradients of their shares in onnxruntime, and average them.
+"""Data-parallel training: ranks compute gradients of their shares in onnxruntime, and average them.
 
-Each rank is a process with a batch of its own. `torch.distributed` adds the gradients up, over gloo on CPUs and over
-NCCL on GPUs, and every rank makes the same update. Importing this module imports torch.
+Each rank is a process with a batch of its own. `torch.distributed` adds the gradients up, with gloo on CPUs and NCCL on
+GPUs, and every rank makes the same update. Importing this module imports torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OPEN = "a call has not come to its end on this rank, so that ranks may differ"
 
 
 class LostRankError(GradfuseError):
-    """Another rank has ended, or does not answer in time. The session cannot be used any more."""
+    """Another rank has ended, or does not answer in time. The session can no longer train."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,36 +126,36 @@ class _Bucket:
 class DataParallelSession(TrainingSession):
     """Trains one step on many processes (ranks), each with its own share of every batch.
 
-    Each rank computes loss and gradients of its share in onnxruntime. They are averaged over all ranks, each weighed by
-    what its loss is a mean over, and every rank makes the same update: parameters are those of one process that has the
-    whole batch, but for rounding. All that `TrainingSession` does is done here too; what differs is said below.
+    Each rank computes loss and gradients of its share in onnxruntime. They are averaged over all ranks, each weighted
+    by what its loss is a mean over, and every rank makes the same update: parameters are those of one process that has
+    the whole batch, except for rounding. It works like `TrainingSession`, with these differences:
 
-    - All ranks begin with the first rank's parameters, buffers, optimizer's state and hyperparameters.
+    - All ranks begin with the first rank's parameters, buffers, optimizer state and hyperparameters.
     - Running statistics, as of batch normalisation, are averaged over ranks likewise; each rank normalises with the
-      statistics of its share. Buffers of integers are taken from the first rank that has rows.
+      statistics of its share. Integer buffers are taken from the first rank that has rows.
     - Dropout and other draws differ between ranks.
     - `max_grad_norm` clips by the norm of the averaged gradients, and `accumulate` adds up on each rank: the ranks
       exchange gradients once an update. Gradients of 16 bits are added up in float32.
     - `outputs` are those of this rank's share. Without an optimizer in the step, `gradients` are the averaged ones.
     - `save` and `save_evaluation_model` write on the first rank alone.
 
-    `step`, `load`, `load_state_dict` and `any_rank` are called on all ranks, in the same order. All else is local.
-    Where a rank's batch is refused, every rank raises, and nothing is changed. After a `LostRankError` the session is
-    as it was before the call, but that what was accumulated is lost: it can be saved, and nothing more.
+    Call `step`, `load`, `load_state_dict` and `any_rank` on all ranks, in the same order. Everything else is local. If
+    a rank's batch is refused, every rank raises, and nothing changes. After a `LostRankError` the session is as it was
+    before the call, except that accumulated gradients are lost: it can only be saved.
 
     Args:
-        step: a step, or the path of one that `TrainingStep.save` wrote, the same on every rank. On other ranks than the
-            first it may be None: they are sent the first rank's.
+        step: a step, or the path of one that `TrainingStep.save` wrote, the same on every rank. On ranks other than the
+            first it may be None: the first rank sends them its own.
         process_group: the group of `torch.distributed`; None: all processes.
         providers: as for `TrainingSession`.
         session_options: likewise; None: as there, with the cores of a machine divided by `LOCAL_WORLD_SIZE`, which
             torchrun sets.
         reduction: how the loss reduces its rows, "mean" or "sum". Losses and gradients of ranks are averaged or summed.
-        timeout: after how many seconds without an answer another rank is lost; None: as the group has it.
+        timeout: after how many seconds without an answer another rank is lost; None: the group's timeout.
 
     Raises:
         ArgumentError: an argument is not accepted, or the ranks have different steps.
-        ModelError: as for `TrainingSession`, or the step gives no gradients that could be averaged.
+        ModelError: as for `TrainingSession`, or the step has no gradients that could be averaged.
         GradfuseError: likewise, or there is no process group, the step carries state from call to call, or another rank
             has failed.
         LostRankError: another rank has ended.
@@ -255,20 +255,19 @@ class DataParallelSession(TrainingSession):
         """Run one step on all ranks, and return the loss of the whole batch.
 
         Args:
-            inputs: this rank's share of the batch, as for `TrainingSession.step`. It may have another number of rows
-                than others', where the step was exported for sizes that vary. None, or no rows: this rank takes part
-                with nothing.
+            inputs: this rank's share of the batch, as for `TrainingSession.step`. Numbers of rows may differ between
+                ranks if the step was exported with a dynamic batch. None, or no rows: this rank contributes nothing.
             targets: likewise.
-            weight: what the loss of this share counts for: what its mean divides by, such as a number of labels. None:
-                where there is one target, the number of its elements without those that the loss ignores; else the size
-                that all tensors of the batch have in common. Where neither tells, shares of one shape count alike, and
-                others are refused. A loss that weighs classes needs the sum of the weights of its labels.
+            weight: the weight of this share's loss: what its mean divides by, such as a number of labels. None: with
+                one target, the number of its elements without those that the loss ignores; otherwise the size that all
+                tensors of the batch have in common. If there is none, shares of one shape count equally, and others are
+                refused. A loss with class weights needs the sum of the weights of its labels.
 
         Raises:
-            ArgumentError: as for `TrainingSession.step`; nothing tells the weight; no rank has rows; or hyperparameters
+            ArgumentError: as for `TrainingSession.step`; the weight is unknown; no rank has rows; or hyperparameters
                 differ.
             ModelError: onnxruntime fails to run the step.
-            GradfuseError: another rank has failed, or is at another call. Nothing is changed then, on any rank.
+            GradfuseError: another rank has failed, or is at another call. Then nothing changes, on any rank.
             LostRankError: another rank has ended, or does not answer in time.
         """
         self._require_no_step()
@@ -507,7 +506,7 @@ class DataParallelSession(TrainingSession):
         return {name: array for name, array in tensors.items() if name not in self._accumulators}, count, extra
 
     def _run_share(self, inputs: Any, targets: Any, weight: float | None, report: _Report) -> _Report:
-        """Compute loss and gradients of this rank's share, and return what it counts for."""
+        """Compute loss and gradients of this rank's share, and return its weight."""
         if weight is not None and not (isinstance(weight, int | float | np.number) and 0 <= weight < math.inf):
             raise ArgumentError(f"{_WHO}.step: weight is {in_short(weight)}; expected a finite number from 0 on")
         if inputs is None:
@@ -541,7 +540,7 @@ class DataParallelSession(TrainingSession):
             raise ModelError(f"{_WHO}.step: onnxruntime cannot run the model: {reason(error)}") from error
 
     def _weight_of(self, feeds: Arrays) -> float:
-        """Return what the loss of a batch is a mean over; NaN where nothing tells."""
+        """Return what the loss of a batch is a mean over; NaN if unknown."""
         step = self._step
         labelled = [name for name in step.target_names if name in feeds]
         if len(labelled) == 1:
@@ -746,7 +745,7 @@ class DataParallelSession(TrainingSession):
 
 
 def _weights(reports: Sequence[_Report]) -> list[float]:
-    """Return what each rank counts for."""
+    """Return the weight of each rank."""
     return [float(bool(one.shapes)) if math.isnan(one.weight) else one.weight for one in reports]
 
 

@@ -38,13 +38,13 @@ class Region:
 
     Attributes:
         op: the operator.
-        status: "fuses" where `fuse` takes the match, "unprofitable" where only its policy "all" does, "unmatched" where
-            there is no match, "fused" for a node that is the operator already.
+        status: "fuses" if `fuse` takes the match, "unprofitable" if only its policy "all" does, "unmatched" if there is
+            no match, "fused" for a node that is the operator already.
         node: the node that ends the region.
-        rule: the rule that matches; empty where none does.
+        rule: the rule that matches; empty if none does.
         nodes: the nodes that the operator would replace, as far as that is known.
-        bytes_saved: the predicted difference in memory traffic of one run, where the match came that far.
-        reason: why the region is left alone; empty where it is not.
+        bytes_saved: the predicted difference in memory traffic of one run, if the match came that far.
+        reason: why the region is left alone; empty if it is fused.
     """
 
     op: str

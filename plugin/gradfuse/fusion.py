@@ -53,8 +53,8 @@ def fuse(
 ) -> FuseResult:
     """Replaces decomposed backward subgraphs by fused operators of the domain `aclnn`.
 
-    The result runs with the kernels where gradfuse's library is registered (:func:`gradfuse.register`) and, by the
-    function bodies that it carries, on standard operators everywhere else. The argument is not changed.
+    The result runs on the kernels if gradfuse's library is registered (:func:`gradfuse.register`). Otherwise it runs on
+    standard operators, by the function bodies that it carries. The argument is not changed.
 
     Args:
         model: a path, an onnx.ModelProto, an onnx_ir.Model or a torch.onnx.ONNXProgram.
@@ -64,7 +64,7 @@ def fuse(
             legal match.
         check: the number of runs on random inputs in which to compare the fused model with the original.
         bodies: whether to attach the function bodies; without them the model needs the library.
-        progress: called now and then with what is being done, how many nodes are done, and how many there are.
+        progress: called regularly with what is being done, how many nodes are done, and how many there are.
 
     Raises:
         ModelError: the model cannot be read.

@@ -69,7 +69,7 @@ def get_include() -> str:
 
 
 def get_ep_name() -> str:
-    """Return the name of the execution provider that the library has: of the devices that onnxruntime lists for it.
+    """Return the name of the library's execution provider, which onnxruntime's devices of it have as `ep_name`.
 
     `onnxruntime.register_execution_provider_library(get_ep_name(), get_library_path())` makes onnxruntime 1.24 or newer
     list them. There are none where there is no GPU, or where the library was built without CUDA kernels.
@@ -78,7 +78,7 @@ def get_ep_name() -> str:
 
 
 def get_ep_names() -> list[str]:
-    """Return the names of all execution providers that the library has: the one of `get_ep_name`."""
+    """Return the names of all execution providers of the library: only that of `get_ep_name`."""
     return [EP_NAME]
 
 

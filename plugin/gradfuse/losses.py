@@ -1,6 +1,6 @@
 """Losses for `gradfuse.build_training_step`, with the names and options of torch.nn.
 
-A loss is put behind an output of a model in standard operators. Each class says which inputs it adds (`targets`) and
+A loss is appended to an output of a model, in standard operators. Each class says which inputs it adds (`targets`) and
 what it computes (`forward`).
 """
 
@@ -59,7 +59,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Loss(abc.ABC):
-    """What all losses have: `reduction`, "mean" or "sum", as in torch.nn.
+    """Base of all losses, with `reduction`, "mean" or "sum", as in torch.nn.
 
     Raises:
         ArgumentError: an option has no such value.
@@ -72,7 +72,7 @@ class Loss(abc.ABC):
 
     @property
     def takes(self) -> str:
-        """What the output is to be: "logits", "log-probabilities" or "probabilities"; empty: any numbers."""
+        """What the output must be: "logits", "log-probabilities" or "probabilities"; empty: any numbers."""
         return ""
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Loss(abc.ABC):
         """Append the loss to a graph.
 
         Args:
-            output: what the loss is taken of.
+            output: the value to compute the loss of.
             targets: the inputs of `targets`.
             rank: the output's rank.
 

@@ -32,17 +32,17 @@ __all__ = [
 
 
 _REST = "*"
-"""The pattern of all parameters that no other one has."""
+"""The pattern of all parameters that no other pattern matches."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """What all optimizers have.
+    """Options that all optimizers have.
 
     Attributes:
         lr: the learning rate, which is an input of the step.
         weight_decay: as in torch.optim.
-        maximize: whether the loss is to grow.
+        maximize: whether to maximize the loss.
 
     Raises:
         ArgumentError: an option is out of range.
@@ -121,7 +121,7 @@ class AdamW(Adam):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State8bit(Adam):
-    """An Adam whose state has two bytes a parameter, as `bitsandbytes.optim` has them."""
+    """An Adam whose state takes two bytes per parameter, as in `bitsandbytes.optim`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,9 +139,9 @@ class Adam8bit(_State8bit):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW8bit(_State8bit, AdamW):
-    """`AdamW` with state in 8 bits, as `bitsandbytes.optim.AdamW8bit` and torchao's: 2.03 bytes a parameter for 8.
+    """`AdamW` with state in 8 bits, like `bitsandbytes.optim.AdamW8bit` and torchao's: 2.03 bytes per parameter, not 8.
 
-    Each block of 256 elements has a scale for either moving average; docs/operators.md#applyadamw8bit has the codes.
+    Each block of 256 elements has a scale for each moving average; docs/operators.md#applyadamw8bit has the codes.
     Parameters of fewer than 4,096 elements, and those of float64, have state of their own type.
 
     Raises:
@@ -221,7 +221,7 @@ class Average:
 
     Attributes:
         start: after how many updates of the optimizer averaging begins.
-        every: of how many updates one counts: the last of each so many.
+        every: only the last of this many updates is averaged.
 
     Raises:
         ArgumentError: an option is out of range.
@@ -245,7 +245,7 @@ class Average:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SWA(Average):
-    """Stochastic weight averaging: all parameters count alike, as by `torch.optim.swa_utils.get_swa_avg_fn`."""
+    """Stochastic weight averaging: the plain mean, as by `torch.optim.swa_utils.get_swa_avg_fn`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,7 +270,7 @@ def described(
     names: Mapping[str, str],
     refusal: Callable[[str], GradfuseError],
 ) -> Optimizer:
-    """Return the optimizer of some parameters, at the beginning of training; or those of parts of them, as one.
+    """Return the optimizer of some parameters at the beginning of training; several of them as one.
 
     Args:
         optimizer: the optimizer, or name or pattern -> that of the parameters that it matches; "*" is all others.
@@ -308,7 +308,7 @@ def described(
 
 
 def averaging(average: Any, refusal: Callable[[str], GradfuseError]) -> Averaging | None:
-    """Return how parameters are averaged; None where they are not.
+    """Return how parameters are averaged, or None.
 
     Args:
         average: an object of `EMA` or `SWA`, or None.
@@ -352,7 +352,7 @@ class GradScaler:
 
 
 def loss_scaling(grad_scaler: Any, refusal: Callable[[str], GradfuseError]) -> LossScaling | None:
-    """Return how a `GradScaler` or a `torch.amp.GradScaler` scales; None where it is not enabled, or there is none.
+    """Return the loss scaling of a `GradScaler` or `torch.amp.GradScaler`, or None if there is none that is enabled.
 
     Args:
         grad_scaler: the scaler, with the state to begin at.

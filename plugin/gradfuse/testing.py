@@ -53,10 +53,10 @@ def peer_error(values: _Float64s, reference: _Float64s) -> _Float64s:
 def assert_gradients_close(
     actual: Any, native: Any, reference_f64: Any, dtype: Any, *, terms: npt.ArrayLike | None = None
 ) -> None:
-    """Assert that a gradient is as near to the exact one as the native op's, but for a few roundings.
+    """Assert that a gradient is as close to the exact one as the native op's, except for a few roundings.
 
-    With r the reference, n the native result, eps the spacing of `dtype` at 1 and eps_a that of the arithmetic (float32
-    for the 16-bit types, else `dtype`), each element must satisfy
+    With r the reference, n the native result, eps the machine epsilon of `dtype` and eps_a that of the arithmetic
+    (float32 for the 16-bit types, else `dtype`), each element must satisfy
 
         |actual - r| <= error_n + 4 (eps |r| + eps_a max(max|r|, terms)) + 4 tiny
 

@@ -49,7 +49,7 @@ Lists are pointers to an aclIntArray."""
 def attributes_of(op: str) -> Mapping[str, tuple[Any, Any]]:
     """The attributes of an operator in the order of the C function: each with its C type and its default."""
     operator = OPS[op]
-    arguments = torch._C.parse_schema(f"aclnn::{operator.stem}{operator.torch_op.schema}").arguments
+    arguments = torch._C.parse_schema(f"aclnn::{operator.stem}{operator.torch_schema}").arguments
     kinds = [_ATTRIBUTE_TYPES[str(argument.type)] for argument in arguments[len(operator.inputs) :]]
     return {a.name: (kind, a.default) for a, kind in zip(operator.attributes, kinds, strict=True)}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from backends import run as run_body
 from cpp_ext.single_node import FLOATS, assert_refused, assert_same_bits, run
+from long_tests import each_once
 from operators.apply_adam_w import OPTIONS
 from operators.apply_adam_w8bit import BLOCK, SAMPLES, sample_of, state_of, updated
 from torch import Tensor
@@ -25,8 +26,7 @@ def seeded(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list
     return state_of((size,), dtype, torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype, options", each_once(FLOATS, OPTIONS))
 def test_the_body_has_the_same_bits_for_any_number_of_threads(
     dtype: torch.dtype, options: tuple[int, float | None, dict[str, Any]]
 ) -> None:

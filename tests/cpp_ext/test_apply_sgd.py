@@ -9,6 +9,7 @@ import torch
 from cpp_ext.single_node import FLOATS, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_tests import each_once
 from operators.apply_sgd import OPTIONS, SAMPLES, sample_of
 from torch import Tensor
 
@@ -49,8 +50,7 @@ def test_agrees_with_torch_optim(
     SAMPLES.assert_close(run(OP, *sample.inputs, **attributes), sample, dtype)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype, options", each_once(FLOATS, OPTIONS))
 def test_large_and_the_same_bits_for_any_number_of_threads(
     dtype: torch.dtype, options: tuple[float | None, dict[str, Any]]
 ) -> None:

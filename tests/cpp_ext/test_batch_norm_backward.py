@@ -10,6 +10,7 @@ import torch
 from cpp_ext.single_node import CPU, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_tests import each_once
 from operators import SAMPLES
 from operators.base import Sample
 from operators.batch_norm_backward import arguments
@@ -50,9 +51,11 @@ LARGE = [(32, 16, 32, 32), (7, 3, 65, 67), (2, 1, 130, 140), (1, 5, 9001), (1000
 
 
 @pytest.mark.parametrize("device", [CPU], indirect=True)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64))
-@pytest.mark.parametrize("relu", (False, True))
-@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize(
+    "shape, relu, dtype",
+    each_once(LARGE, (False, True), (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+    ids=str,
+)
 def test_large_and_the_same_bits_for_any_number_of_threads(
     shape: tuple[int, ...], relu: bool, dtype: torch.dtype
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from cpp_ext.single_node import CPU, CUDA_SIMT, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_tests import each_once
 from operators import SAMPLES
 from operators.convolution import arguments, convolution
 from torch import Tensor
@@ -170,8 +171,7 @@ LARGE: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("device", [CPU], indirect=True)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
-@pytest.mark.parametrize("described", LARGE, ids=str)
+@pytest.mark.parametrize("described, dtype", each_once(LARGE, (torch.float32, torch.bfloat16, torch.float64)), ids=str)
 def test_large_and_the_same_bits_for_any_number_of_threads(described: tuple[Any, ...], dtype: torch.dtype) -> None:
     *sizes, attributes = described
     one, two = (check(*sizes, dtype=dtype, threads=threads, **attributes) for threads in (1, 2))

@@ -9,6 +9,7 @@ import torch
 from cpp_ext.single_node import CPU, CUDA_SIMT, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_tests import each_once
 from operators import SAMPLES
 from operators.convolution_backward import arguments, convolution_backward
 from torch import Tensor
@@ -154,8 +155,7 @@ LARGE: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("device", [CPU], indirect=True)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
-@pytest.mark.parametrize("described", LARGE, ids=str)
+@pytest.mark.parametrize("described, dtype", each_once(LARGE, (torch.float32, torch.bfloat16, torch.float64)), ids=str)
 def test_large_and_the_same_bits_for_any_number_of_threads(described: tuple[Any, ...], dtype: torch.dtype) -> None:
     *sizes, attributes = described
     one, two = (check(*sizes, dtype=dtype, threads=threads, **attributes) for threads in (1, 2))
@@ -171,22 +171,21 @@ def test_large_on_cuda(described: tuple[Any, ...]) -> None:
     check(*sizes, **attributes)
 
 
-@pytest.mark.parametrize("place", [(0, 0), (0, -1), (-1, 0), (-1, -1), (4, 5)])
-@pytest.mark.parametrize("index", (0, 1))
+PADDED = [
+    (2, (5, 7), (9, 9), (3, 3), {"padding": (1,)}),
+    (2, (5, 7), (9, 9), (1, 1), {"padding": (1,)}),
+    (2, (5, 7), (12, 11), (3, 3), {"padding": (1,), "stride": (2,)}),
+    (2, (6, 6), (9, 9), (3, 3), {"padding": (1,), "groups": 6}),
+    (2, (6, 6), (12, 11), (3, 3), {"padding": (1,), "stride": (2,), "groups": 6}),
+    (2, (5, 7), (6, 7), (3, 3), {"padding": (1,), "transposed": 1}),
+    (2, (5, 130), (9, 9), (3, 3), {"padding": (1,)}),
+    (16, (16, 20), (6, 7), (3, 3), {"padding": (1,)}),
+    (2, (5, 130), (12, 11), (3, 3), {"padding": (1,), "stride": (2,)}),
+]
+
+
 @pytest.mark.parametrize(
-    "described",
-    [
-        (2, (5, 7), (9, 9), (3, 3), {"padding": (1,)}),
-        (2, (5, 7), (9, 9), (1, 1), {"padding": (1,)}),
-        (2, (5, 7), (12, 11), (3, 3), {"padding": (1,), "stride": (2,)}),
-        (2, (6, 6), (9, 9), (3, 3), {"padding": (1,), "groups": 6}),
-        (2, (6, 6), (12, 11), (3, 3), {"padding": (1,), "stride": (2,), "groups": 6}),
-        (2, (5, 7), (6, 7), (3, 3), {"padding": (1,), "transposed": 1}),
-        (2, (5, 130), (9, 9), (3, 3), {"padding": (1,)}),
-        (16, (16, 20), (6, 7), (3, 3), {"padding": (1,)}),
-        (2, (5, 130), (12, 11), (3, 3), {"padding": (1,), "stride": (2,)}),
-    ],
-    ids=str,
+    "described, index, place", each_once(PADDED, (0, 1), [(0, 0), (0, -1), (-1, 0), (-1, -1), (4, 5)]), ids=str
 )
 def test_nothing_is_multiplied_with_padding(described: tuple[Any, ...], index: int, place: tuple[int, int]) -> None:
     """An infinity times the zeros of padding would be NaN."""

@@ -9,6 +9,7 @@ import torch
 from cpp_ext.single_node import CUDA_SIMT, FLOATS, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_tests import each_once
 from operators.cross_entropy_loss_grad import cross_entropy_loss_grad, smoothing_terms
 from torch import Tensor
 
@@ -68,12 +69,11 @@ def test_agrees_with_pytorch(
     check(grad_of(reduction, rows, dtype), log_prob, target, weight if weighted else None, **options)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rows, classes", [(7, 50257), (3000, 37)])
-@pytest.mark.parametrize("label_smoothing", (0.0, 0.1))
+@pytest.mark.parametrize("dtype, sizes, label_smoothing", each_once(FLOATS, [(7, 50257), (3000, 37)], (0.0, 0.1)))
 def test_large_and_the_same_bits_for_any_number_of_threads(
-    dtype: torch.dtype, rows: int, classes: int, label_smoothing: float
+    dtype: torch.dtype, sizes: tuple[int, int], label_smoothing: float
 ) -> None:
+    rows, classes = sizes
     log_prob, target, weight = sample(rows, classes, dtype)
     target[-1] = classes - 1
     grad = grad_of("mean", rows, dtype)

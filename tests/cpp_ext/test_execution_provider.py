@@ -27,6 +27,7 @@ import small_models
 import torch
 from backends import ONNX_TYPES
 from cpp_ext.single_node import CUDA_SIMT, library_of, read_by_host
+from long_tests import mostly_long
 from onnx import TensorProto, helper
 from operators import SAMPLES, Sample
 
@@ -159,23 +160,28 @@ def feeds_of(op: str, sample: Sample) -> dict[str, Any]:
     return feeds
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_results_are_right_between_plain_nodes(op: str, gpus: list[Any], library: str) -> None:
+@pytest.mark.parametrize(
+    "op, dtype",
+    mostly_long(
+        [(op, dtype) for op in OPS for dtype in SAMPLES[op].dtypes], [(op, SAMPLES[op].dtypes[-1]) for op in OPS]
+    ),
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_results_are_right_between_plain_nodes(op: str, dtype: torch.dtype, gpus: list[Any], library: str) -> None:
     """Several sizes in one session: every input crosses to the GPU once, and every output back once."""
-    for dtype in SAMPLES[op].dtypes:
-        first = SAMPLES[op].sized(6, dtype)
-        session = session_of(between_plain_nodes(op, first), options_for(gpus[0]))
-        for size in (6, 300, 7):
-            sample = SAMPLES[op].sized(size, dtype)
-            watch = Watch(library)
-            outputs = session.run(None, feeds_of(op, sample))
-            given = sum(value is not None for value in sample.inputs)
-            assert watch.copies() == (given - len(read_by_host(op)), len(outputs), 0)
-            assert watch()["kernels"] > 0
-            # Some operators give numbers in the type that they compute in.
-            own = [other.dtype for other in SAMPLES[op].expected(sample, dtype)]
-            got = [torch.from_numpy(output).to(type_) for output, type_ in zip(outputs, own, strict=True)]
-            SAMPLES[op].assert_close(got, sample, dtype)
+    first = SAMPLES[op].sized(6, dtype)
+    session = session_of(between_plain_nodes(op, first), options_for(gpus[0]))
+    for size in (6, 300, 7):
+        sample = SAMPLES[op].sized(size, dtype)
+        watch = Watch(library)
+        outputs = session.run(None, feeds_of(op, sample))
+        given = sum(value is not None for value in sample.inputs)
+        assert watch.copies() == (given - len(read_by_host(op)), len(outputs), 0)
+        assert watch()["kernels"] > 0
+        # Some operators give numbers in the type that they compute in.
+        own = [other.dtype for other in SAMPLES[op].expected(sample, dtype)]
+        got = [torch.from_numpy(output).to(type_) for output, type_ in zip(outputs, own, strict=True)]
+        SAMPLES[op].assert_close(got, sample, dtype)
 
 
 def test_neighbours_hand_over_on_the_gpu(gpus: list[Any], library: str) -> None:

@@ -230,6 +230,7 @@ def trained(
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.sampled(every=2)
 def test_attention_is_one_operator(name: str, static: bool) -> None:
     body, more, groups, expected = WRITTEN[name]
     model = model_of(body, more, groups)

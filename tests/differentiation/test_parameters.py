@@ -176,6 +176,7 @@ class CalledAgain(nn.Module):
 
 @pytest.mark.parametrize("make", [Normalised, Adapted, Twice, CalledAgain])
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.sampled(every=3)
 def test_merged_parameters_train_apart(make: Callable[[], nn.Module], exporter: str, tmp_path: Path) -> None:
     if exporter == "torchscript":
         require_torchs(quietly(by_torchscript(make(), X, tmp_path / "model.onnx")), make, X, {})

@@ -211,6 +211,7 @@ NOT_FUSED: list[tuple[str, str, list[str], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("op, direction, optional, options", [*FUSED, *NOT_FUSED])
+@pytest.mark.sampled(every=3)
 def test_training_steps_have_the_operator_where_it_is_the_same(
     op: str, direction: str, optional: list[str], options: dict[str, Any]
 ) -> None:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("inference_in_process")
 @pytest.mark.parametrize("mode, by_torch", [("linear", "bilinear"), ("nearest", "nearest"), ("cubic", "bicubic")])
 @pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
 @pytest.mark.parametrize("aligned", [0, 1])
+@pytest.mark.sampled(every=3)
 def test_samples_within_and_beyond_the_ends(mode: str, by_torch: str, padding: str, aligned: int) -> None:
     """The grid reaches from -2 to 2, and the image from -1 to 1."""
     model = model_of(
@@ -71,6 +72,7 @@ def test_cumulative_products_with_zeros(reverse: int, exclusive: int) -> None:
 @pytest.mark.parametrize("mode", ["avg", "max"])
 @pytest.mark.parametrize("opset", [16, 17, 20])
 @pytest.mark.parametrize("regions", [0, 1, 3])
+@pytest.mark.sampled(every=3)
 def test_regions_of_all_opsets(mode: str, opset: int, regions: int) -> None:
     model = model_of(
         "double[2, 2, 6, 5] x, double[K, 4] regions, int64[K] items",

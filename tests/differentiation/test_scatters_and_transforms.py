@@ -296,6 +296,7 @@ def test_deformed_convolutions(groups: int, offsets: int, options: str) -> None:
 @pytest.mark.parametrize("ratio", [0, 1, 3])
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("mode", ["avg", "max"])
+@pytest.mark.sampled(every=3)
 def test_regions_of_images(ratio: int, half: bool, mode: str) -> None:
     """Regions of several sizes, beyond the image too, against a loop over samples in torch."""
     x = numbers(2, 3, 9, 8)

@@ -60,6 +60,7 @@ def batch() -> tuple[Array, Array]:
         (f"{SHARE} d = Dropout(r, share, drops)", "float[N, 8] x, bool drops"),
     ],
 )
+@pytest.mark.sampled(every=3)
 def test_dropout_is_that_of_exported_steps(draw: str, inputs: str, opset: int) -> None:
     module = two_layers()
     x, y = batch()

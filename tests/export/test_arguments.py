@@ -82,6 +82,7 @@ BATCHES: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.sampled(every=2)
 def test_steps_take_what_the_module_takes(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Net()
@@ -107,6 +108,7 @@ def test_steps_take_what_the_module_takes(name: str, tmp_path: Path) -> None:
         {"x": {1: "items"}, "hidden": ({1: "items"}, {1: "items"}), "target": {1: "items"}},
     ],
 )
+@pytest.mark.sampled(every=3)
 def test_axes_of_nested_inputs_vary(shapes: Any) -> None:
     torch.manual_seed(0)
     module = Net()

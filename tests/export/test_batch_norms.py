@@ -71,6 +71,7 @@ GATES = ("LessOrEqual", "Greater", "ThresholdBackward")
         lambda x, norm: (norm(x) + 0.5).relu(),
     ],
 )
+@pytest.mark.sampled(every=2)
 def test_the_gradient_of_a_relu_is_in_that_of_the_normalization(
     function: Callable[[Tensor, nn.Module], Tensor],
 ) -> None:
@@ -245,6 +246,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("name", NORMS)
+@pytest.mark.sampled(every=3)
 def test_a_normalization_that_is_called_twice(name: str, evaluates: bool) -> None:
     """Running statistics go through both calls in their order, and take no gradients along."""
     torch.manual_seed(0)

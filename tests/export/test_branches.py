@@ -56,6 +56,20 @@ class Checking(Asking):
         return hidden + torch.arange(len(hidden)).unsqueeze(1)
 
 
+class CheckingLater(Asking):
+    """A check that raises after it has computed something else, and when it is called a second time alone."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        return self.checked(self.checked(x, 0), 1)
+
+    def checked(self, x: Tensor, strict: int) -> Tensor:
+        is_large = bool(x.abs().max() > 1000.0)
+        doubled = x * 2.0
+        if is_large and strict:
+            raise ValueError("too large")
+        return doubled
+
+
 def _batch(items: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     return (torch.randn(items, 6),), (torch.arange(items) % 5,)
 
@@ -72,9 +86,10 @@ def _compared(module: nn.Module, batch: Any, dynamic_shapes: Any = DYNAMIC, othe
     return step
 
 
-def test_checks_and_lengths_do_not_stop_an_export() -> None:
+@pytest.mark.parametrize("module", [Checking, CheckingLater])
+def test_checks_and_lengths_do_not_stop_an_export(module: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    _compared(Checking(), _batch(4))
+    _compared(module(), _batch(4))
 
 
 class Choosing(Asking):
@@ -403,6 +418,7 @@ class Translating(nn.Module):
 
 
 @pytest.mark.parametrize("hole", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
 def test_masks_of_transformers_choose_no_computation(hole: bool) -> None:
     torch.manual_seed(0)
     module = Translating(hole)

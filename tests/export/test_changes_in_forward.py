@@ -71,6 +71,7 @@ class Following(nn.Module):
 
 
 @pytest.mark.parametrize("follow", [_by_copies, _by_data, _in_data, _together])
+@pytest.mark.sampled(every=2)
 def test_frozen_parameters_that_the_step_changes_are_buffers(follow: Callable[[Tensor, Tensor], None]) -> None:
     _trains_as_pytorch(Following(follow))
 
@@ -209,6 +210,7 @@ def _by_foreach(module: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("keeps", [_by_module, _by_function, _by_function_without_flags, _by_foreach])
+@pytest.mark.sampled(every=3)
 def test_statistics_that_a_batch_leaves_alone_change_with_the_next(keeps: Callable[[Any, Tensor], Tensor]) -> None:
     class Opens(nn.Module):
         count: Tensor

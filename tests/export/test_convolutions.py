@@ -56,6 +56,7 @@ def attributes(node: onnx.NodeProto) -> dict[str, object]:
     ],
     ids=str,
 )
+@pytest.mark.sampled(every=2)
 def test_a_convolution_takes_the_relu_behind_it(conv: nn.Conv2d) -> None:
     step = exported(conv, evaluation=True)
     (node,) = of_type(step.model, "Convolution")
@@ -80,6 +81,7 @@ def test_a_convolution_takes_the_relu_behind_it(conv: nn.Conv2d) -> None:
         lambda x, conv: (conv(x) + 1).relu(),
     ],
 )
+@pytest.mark.sampled(every=3)
 def test_a_relu_that_does_not_follow_alone_stays(function: Callable[[Tensor, nn.Module], Tensor]) -> None:
     step = exported(nn.Conv2d(4, 5, 3), function)
     (node,) = of_type(step.model, "Convolution")

@@ -112,6 +112,7 @@ FIXED = {"several results"}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.sampled(every=2)
 def test_a_decomposed_program_computes_what_its_module_does(name: str) -> None:
     torch.manual_seed(0)
     module = Module(FUNCTIONS[name])

@@ -130,6 +130,7 @@ def fails_in_a_library(h: Tensor) -> Tensor:
         (multiplies_wrongly, ["fails on the batch", "mat1 and mat2 shapes cannot be multiplied"]),
     ],
 )
+@pytest.mark.sampled(every=2)
 def test_a_refusal_names_the_users_line(
     then: Callable[[Tensor], Tensor], said: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,6 +306,7 @@ def _checked(x: Tensor) -> Tensor:
         (_checked, "axis 1 of 'x' is taken to be at most 100"),
     ],
 )
+@pytest.mark.sampled(every=3)
 def test_sizes_that_are_taken_to_be_in_a_range_are_told(function: Callable[[Tensor], Tensor], text: str) -> None:
     first = inspect.getsourcelines(function)[1]
     with pytest.warns(UserWarning) as caught:
@@ -331,6 +333,7 @@ def _not_empty(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [_at_most, _padded, _not_empty])
+@pytest.mark.sampled(every=3)
 def test_code_for_all_sizes_raises_no_warning(function: Callable[[Tensor], Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

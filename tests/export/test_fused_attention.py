@@ -285,6 +285,7 @@ def placed(step: TrainingStep, name: str = OPERATORS[0]) -> list[onnx.NodeProto]
 
 
 @pytest.mark.parametrize("name", mostly_long(WRITTEN, QUICK))
+@pytest.mark.sampled(every=2)
 def test_written_attention_is_one_operator(name: str) -> None:
     attend, more, options, expected = WRITTEN[name]
     torch.manual_seed(0)
@@ -310,6 +311,7 @@ def test_written_attention_is_one_operator(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", mostly_long(ALMOST, list(ALMOST)[:4]))
+@pytest.mark.sampled(every=2)
 def test_what_is_almost_attention_stays(name: str) -> None:
     attend, more, reason = ALMOST[name]
     torch.manual_seed(0)
@@ -338,6 +340,7 @@ def test_sizes_may_vary(name: str) -> None:
     assert_trains_like_torch(step, module, inputs, target)
 
 
+@pytest.mark.long
 def test_lengths_may_vary() -> None:
     """A mask of the length is none of the operator's: nothing is left of rows times keys."""
     torch.manual_seed(0)
@@ -368,6 +371,7 @@ def test_unfused_steps_have_standard_operators() -> None:
 
 
 @pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.sampled(every=2)
 def test_evaluation_models_have_the_operator(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     attend, more, options, _ = WRITTEN["nano"]
     torch.manual_seed(0)

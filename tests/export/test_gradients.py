@@ -65,6 +65,7 @@ def require_torchs(step: TrainingStep, module: nn.Module, batch: tuple[tuple[Ten
     ids=("detach", "straight through", "nested", "checkpoint", "no_grad", "enable_grad"),
 )
 @pytest.mark.parametrize("fuse", (True, False))
+@pytest.mark.sampled(every=2)
 def test_gradients_end_where_the_module_says(function: Callable[[Tensor], Tensor], fuse: bool) -> None:
     torch.manual_seed(0)
     module = Layer(function)
@@ -108,6 +109,7 @@ class Words(nn.Module):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
 @pytest.mark.parametrize("by_frequency", (False, True))
 @pytest.mark.parametrize("padding", (None, 2))
+@pytest.mark.sampled(every=5)
 def test_rows_of_embeddings(padding: int | None, by_frequency: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = Words(padding, by_frequency).to(dtype)

@@ -119,10 +119,8 @@ KINDS: dict[str, tuple[Model, Loss, dict[str, Any]]] = {
 }
 
 
-SLOW = {"log-probabilities", "picked log-probabilities", "under autocast"}
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in SLOW)) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(every=3)
 def test_a_head_is_one_operator(kind: str) -> None:
     model, loss, options = KINDS[kind]
     step = exported(model, loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **options)
@@ -261,6 +259,7 @@ def small(logits: Tensor) -> Tensor:
     ],
     ids=("read by something else", "not fused", "some classes", "few classes"),
 )
+@pytest.mark.sampled(every=2)
 def test_other_heads_stay_as_they_are(model: Model, loss: Loss, options: dict[str, Any]) -> None:
     step = exported(model, loss, **options)
     assert not nodes(step, "LinearCrossEntropy") and nodes(step, "LogSoftmax")

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradfuse import TrainingSession, export_training_step
 from gradfuse.errors import ExportError
@@ -231,6 +232,7 @@ def test_derivatives_within_a_module(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"fuse": False, "float64": False}, {"accumulate": 2}], ids=str)
+@pytest.mark.sampled(every=3)
 def test_forces_with_options(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     module = Model(network(), forces)
@@ -309,6 +311,29 @@ def test_gradient_penalties(critic: Critic) -> None:
         return output[1].mean() - output[0].mean() + 10.0 * output[2]
 
     assert_trains_as_pytorch(critic, loss, batch)
+
+
+class Attention(nn.Module):
+    """The gradient of attention by a kernel that the module asks for itself, with and without its projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.requires_grad_()
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            mixed = self.attention(x, x, x, need_weights=False)[0]
+            queries, keys = mixed.unsqueeze(1), x.unsqueeze(1)
+            y = F.scaled_dot_product_attention(queries, keys, keys, is_causal=True).squeeze(1)
+        # PyTorch's kernel has no second derivative.
+        (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return y.mean((1, 2)).unsqueeze(1), (y * gradient).mean()
+
+
+def test_a_kernel_of_attention_that_the_step_asks_for() -> None:
+    torch.manual_seed(0)
+    assert_trains_as_pytorch(Attention(), penalised, inputs_and_targets(5, 4))
 
 
 class R1(nn.Module):

@@ -38,6 +38,7 @@ BUFFERS: dict[str, tuple[Callable[[], Tensor], bool]] = {
 
 
 @pytest.mark.parametrize("name", BUFFERS)
+@pytest.mark.sampled(every=3)
 def test_a_buffer_that_nothing_reads(name: str) -> None:
     torch.manual_seed(0)
     make, held = BUFFERS[name]

@@ -142,6 +142,7 @@ def _exported(module: nn.Module, items: int = 3, fuse: bool = True) -> TrainingS
 
 @pytest.mark.parametrize("items", [SOME, pytest.param(ALL, marks=pytest.mark.long)], ids=["some found", "all found"])
 @pytest.mark.parametrize("kind", mostly_long((Added, Dropping, Stacked, Rebound, Ended, Views), (Added, Views)))
+@pytest.mark.sampled(every=2)
 def test_rounds_are_those_of_pytorch(kind: type[Experts], items: int) -> None:
     torch.manual_seed(0)
     module = kind()
@@ -168,6 +169,7 @@ def test_rounds_are_those_of_pytorch(kind: type[Experts], items: int) -> None:
     assert found or kind in (Stacked, Views)
 
 
+@pytest.mark.long
 def test_steps_with_loops_train_and_evaluate() -> None:
     torch.manual_seed(0)
     module = Added()
@@ -264,6 +266,7 @@ class Listed(Experts):
 
 @pytest.mark.parametrize("items", [pytest.param(SOME, marks=pytest.mark.long), ALL], ids=["some found", "all found"])
 @pytest.mark.parametrize("kind", [Noted, Counted, First, Broken, Cleared, Last, Listed])
+@pytest.mark.sampled(every=2)
 def test_what_no_selection_can_leave_out_is_refused(kind: type[Experts], items: int) -> None:
     torch.manual_seed(0)
     with pytest.raises(ExportError, match=r"numbers that it takes out of tensors what it computes, in \w+\.mixed"):

@@ -68,6 +68,7 @@ HALVES: list[Callable[[Tensor], Tensor]] = [
 
 @pytest.mark.parametrize("function", HALVES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.sampled(every=4)
 def test_halves_times_numbers_within_a_step_of_float32(function: Callable[[Tensor], Tensor], seed: int) -> None:
     torch.manual_seed(seed)
     batch = (torch.randn(4, 6),), (torch.arange(4) % 5,)
@@ -98,6 +99,7 @@ def test_layer_normalisation_of_halves_by_weights_of_float32(fuse: bool) -> None
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.sampled(every=3)
 def test_a_gradient_within_halves_that_is_wrong_by_one_percent_is_refused(seed: int) -> None:
     torch.manual_seed(seed)
     module, batch = Between(HALVES[0]), ((torch.randn(4, 6),), (torch.arange(4) % 5,))
@@ -128,6 +130,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.sampled(every=2)
 def test_autocast_to_bfloat16_trains_in_stock_onnxruntime(fuse: bool) -> None:
     torch.manual_seed(0)
     module = Mixed()

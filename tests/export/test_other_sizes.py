@@ -67,6 +67,7 @@ FIXED: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("case", FIXED)
+@pytest.mark.sampled(every=3)
 def test_what_follows_from_a_size_and_is_fixed_is_refused_by_axis_and_line(case: str) -> None:
     with pytest.raises(ExportError, match=r"axis 2 of 'x' .* \(test_other_sizes.py:\d+\)") as caught:
         export_training_step(Between(FIXED[case]), F.mse_loss, _batch(6, 7), dynamic_shapes=SHAPES, fuse=False)
@@ -100,6 +101,7 @@ FREE: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("case", mostly_long(FREE, list(FREE)[::3]))
+@pytest.mark.sampled(every=2)
 def test_what_follows_from_a_size_and_exports_is_right_at_other_sizes(case: str) -> None:
     torch.manual_seed(0)
     module = Between(FREE[case])
@@ -191,6 +193,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("case", LOSSES)
+@pytest.mark.sampled(every=2)
 def test_a_loss_that_reads_the_size_of_the_batch_is_right_for_other_batches(case: str) -> None:
     torch.manual_seed(0)
     module, loss = InBatch(lambda h: h), LOSSES[case]

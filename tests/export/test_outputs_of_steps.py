@@ -67,6 +67,7 @@ def of_torch(
         (lambda parameters: torch.optim.SGD(parameters, lr=0.1), {"max_grad_norm": 0.5}),
     ],
 )
+@pytest.mark.sampled(every=2)
 def test_outputs_and_gradients_of_inputs_are_those_of_torch(
     optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -137,6 +138,7 @@ def updated(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
         Result,
     ],
 )
+@pytest.mark.sampled(every=2)
 def test_a_module_computes_its_loss_itself(form: Callable[[Any, Any], Any]) -> None:
     torch.manual_seed(0)
     module = Own(form)

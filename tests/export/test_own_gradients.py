@@ -149,6 +149,7 @@ CASES: dict[str, Callable[[Net, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(every=3)
 def test_gradients_are_those_of_the_backward_pass(name: str) -> None:
     torch.manual_seed(0)
     module, batch = Net(CASES[name]), (torch.randn(3, 4), torch.randn(3, 4))
@@ -178,6 +179,7 @@ def test_a_backward_pass_that_does_more_at_other_batches() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.sampled(every=2)
 def test_checkpoints_of_pytorch(reentrant: bool, share: float) -> None:
     """With dropout, both must drop the same: gradients and loss are compared when the step is exported."""
     torch.manual_seed(0)
@@ -227,7 +229,7 @@ def test_a_function_that_writes_into_its_input_is_refused() -> None:
 
 
 class Chosen(torch.autograd.Function):
-    """Takes numbers out of a tensor on the way back."""
+    """Reads numbers from a tensor in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ class Pooling(nn.Module):
         (3, ((1, 2, 2), (3, 2, 1), 0, 1, True)),
     ],
 )
+@pytest.mark.sampled(every=3)
 def test_steps_pool_at_other_sizes(axes: int, settings: Sequence[Any], fused: bool) -> None:
     torch.manual_seed(0)
     module = Pooling(axes, settings)

@@ -86,7 +86,7 @@ def test_numbers_in_buffers_that_no_step_changes_are_known() -> None:
 
 
 class Positions(nn.Module):
-    """Takes as many numbers of a buffer as there are tokens, as BERT and its kin do."""
+    """Slices a buffer to the number of tokens, as BERT and its variants do."""
 
     places: Tensor
 
@@ -127,6 +127,7 @@ def _other_for_blocks(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("length", [8, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_code_that_pads_to_blocks_exports_for_any_length(length: int) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -134,6 +135,7 @@ def test_code_that_pads_to_blocks_exports_for_any_length(length: int) -> None:
         _compared(Layer(_blocks), _batch(3, length), [_batch(5, one) for one in (8, 9, 11, 12)], LENGTH)
 
 
+@pytest.mark.long
 def test_code_that_treats_whole_blocks_otherwise_exports_for_these() -> None:
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="is taken to be a multiple of 4"):
@@ -158,6 +160,7 @@ def test_masks_mapped_by_vmap() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+@pytest.mark.sampled(every=2)
 def test_small_integers(dtype: torch.dtype) -> None:
     numbers = torch.tensor([3, 100, 7, 0, 11, 120], dtype=dtype)
 

@@ -39,6 +39,7 @@ def _results(layer: nn.GRU | nn.LSTM, x: Tensor, first: tuple[Tensor, ...]) -> t
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.sampled(every=3)
 def test_layers_by_steps(kind: type[nn.GRU] | type[nn.LSTM], name: str, given: bool) -> None:
     torch.manual_seed(0)
     layer = kind(3, 4, dtype=torch.float64, **SETTINGS[name])
@@ -160,6 +161,7 @@ LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
     "name",
     [pytest.param(name, marks=pytest.mark.long if name in ("relu, both ways", "projected") else ()) for name in LAYERS],
 )
+@pytest.mark.sampled(every=3)
 def test_dropout_between_layers(name: str) -> None:
     """That PyTorch drops the same is compared when the step is exported; it must differ from step to step."""
     torch.manual_seed(0)

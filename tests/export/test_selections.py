@@ -140,6 +140,7 @@ def _exported(module: nn.Module, **options: Any) -> TrainingStep:
         pytest.param(Derived, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.sampled(every=3)
 def test_a_step_takes_the_layers_that_pytorch_takes(kind: type[Chance]) -> None:
     torch.manual_seed(0)
     module = kind()
@@ -195,6 +196,7 @@ def test_the_evaluation_model_skips_nothing() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"fuse": False, "accumulate": 2}, {"max_grad_norm": 1.0}])
+@pytest.mark.sampled(every=3)
 def test_steps_that_skip_layers_train(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     module = Continued()

@@ -104,6 +104,7 @@ SHARED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("case", SHARED)
+@pytest.mark.sampled(every=2)
 def test_a_step_that_changes_memory_which_tensors_share_is_refused_by_their_names(case: str) -> None:
     make, match = SHARED[case]
     with pytest.raises(ExportError, match=match):
@@ -150,6 +151,7 @@ APART: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("case", APART)
+@pytest.mark.sampled(every=2)
 def test_what_shares_no_memory_that_changes_trains_as_in_pytorch(case: str) -> None:
     module = APART[case]()
     x, y = _batch()

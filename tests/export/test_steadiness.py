@@ -143,6 +143,7 @@ CHANGING: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CHANGING)
+@pytest.mark.sampled(every=2)
 def test_what_changes_from_run_to_run_is_refused_with_its_line(case: str) -> None:
     factor, match = CHANGING[case]
     with pytest.raises(ExportError, match=match) as caught:
@@ -420,6 +421,7 @@ HIDDEN: dict[str, Callable[[], int]] = {
 
 
 @pytest.mark.parametrize("case", HIDDEN)
+@pytest.mark.sampled(every=4)
 def test_a_count_in_any_place_is_refused_however_late_a_number_follows_from_it(case: str) -> None:
     with pytest.raises(ExportError, match=r"in later calls, in Scaled\.forward .*, as it changes"):
         _export(Scaled(lambda: 2.0 if HIDDEN[case]() > 700 else 1.0))
@@ -712,6 +714,7 @@ STEADY: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("case", STEADY)
+@pytest.mark.sampled(every=2)
 def test_what_is_the_same_in_each_run_exports(case: str) -> None:
     module = STEADY[case]()
     x, _ = _batch()

@@ -62,6 +62,7 @@ DEFINED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("case", OPEN)
+@pytest.mark.sampled(every=2)
 def test_a_step_that_follows_from_an_open_choice_is_refused_with_its_line(case: str) -> None:
     match = (
         rf"{case} chooses between equal numbers, in <lambda> \(test_ties\.py:\d+\), for which PyTorch defines no order"
@@ -71,6 +72,7 @@ def test_a_step_that_follows_from_an_open_choice_is_refused_with_its_line(case: 
 
 
 @pytest.mark.parametrize("case", DEFINED)
+@pytest.mark.sampled(every=2)
 def test_a_step_whose_choice_is_defined_or_does_not_matter_exports(case: str) -> None:
     module, (x, y) = Choosing(DEFINED[case]), _batch()
     session = gradfuse.TrainingSession(export_training_step(module, F.mse_loss, (x, y), fuse=False))
@@ -92,6 +94,7 @@ AT_KINKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("case", AT_KINKS)
+@pytest.mark.sampled(every=2)
 def test_gradients_at_equal_numbers_bounds_and_infinities_are_those_of_torch(case: str, fuse: bool) -> None:
     class Moved(nn.Module):
         def __init__(self) -> None:

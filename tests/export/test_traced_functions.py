@@ -27,6 +27,7 @@ OFFSETS = torch.tensor([0, 2, 2, 7])
 @pytest.mark.parametrize("padding_idx", [None, 0, -3])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.sampled(every=6)
 def test_bags_of_embeddings(mode: str, padding_idx: int | None, last: bool, flat: bool) -> None:
     torch.manual_seed(0)
     settings: dict[str, Any] = {"mode": mode, "padding_idx": padding_idx}
@@ -58,6 +59,7 @@ def test_bags_of_weighted_embeddings(padding_idx: int | None) -> None:
 @pytest.mark.parametrize("frequent", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("shape", [(3, 7), (1, 7), (7,)])
+@pytest.mark.sampled(every=6)
 def test_covariances(correction: int, frequent: bool, weighted: bool, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     settings: dict[str, Any] = {
@@ -77,6 +79,7 @@ def test_correlations(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("shape", [(3, 4), (3, 1), (3,)])
+@pytest.mark.sampled(every=3)
 def test_gaussian_losses(reduction: str, full: bool, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     variance = torch.rand(shape)
@@ -191,6 +194,7 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.sampled(every=3)
 def test_steps_have_any_number_of_items(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module = Applied(function)
@@ -218,6 +222,7 @@ _LARGEST = 64
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("padding", range(len(PADDINGS)))
 @pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.sampled(every=4)
 def test_samples_at_exact_pixels_have_torchs_gradients(dtype: torch.dtype, padding: int, align_corners: bool) -> None:
     """A place that is rounded once more would lie in the pixel before, with another gradient."""
     torch.manual_seed(0)
@@ -271,6 +276,7 @@ class SpatialTransformer(nn.Module):
         ),
     ],
 )
+@pytest.mark.sampled(every=3)
 def test_a_spatial_transformer_at_the_identity(mode: str, padding: str, align_corners: bool) -> None:
     torch.manual_seed(0)
     module = SpatialTransformer(mode, padding, align_corners)
@@ -289,6 +295,7 @@ def test_a_spatial_transformer_at_the_identity(mode: str, padding: str, align_co
 
 @pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 6)])
 @pytest.mark.parametrize("driver", [None, "gels", "gelsd"])
+@pytest.mark.sampled(every=3)
 def test_least_squares(shape: tuple[int, int], driver: str | None) -> None:
     torch.manual_seed(0)
     matrix, columns = torch.randn(2, *shape), torch.randn(2, shape[0], 2)

@@ -130,18 +130,21 @@ def check(net: nn.Module, loss: Callable[..., Tensor], *, sizes: tuple[int, ...]
 
 
 @pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.sampled(every=2)
 def test_a_module_that_asks_in_dropouts_alone_is_traced_once(name: str, traces: list[nn.Module]) -> None:
     check(ALIKE[name], F.cross_entropy)
     assert len(traces) == 1
 
 
 @pytest.mark.parametrize("name", OTHER)
+@pytest.mark.sampled(every=4)
 def test_a_module_that_may_do_something_else_is_traced_again(name: str, traces: list[nn.Module]) -> None:
     check(OTHER[name], F.cross_entropy)
     assert len(traces) == 2
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.sampled(every=2)
 def test_what_the_loss_does_is_no_part_of_the_module(name: str, traces: list[nn.Module]) -> None:
     check(Net(lambda net, x: net.drop(x.relu()), drop=nn.Dropout(0.1)), LOSSES[name])
     assert len(traces) == 2

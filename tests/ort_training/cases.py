@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 STEPS = 4
-"""So many before the checkpoint is saved, and so many after."""
+"""How many steps run before the checkpoint is saved, and how many after."""
 
 
 def as_float32(number: float) -> float:

@@ -473,7 +473,7 @@ def test_outputs_keep_their_names_and_order_whichever_they_are(keep: set[str], o
 
 
 def test_a_library_of_kernels_computes_what_the_bodies_do() -> None:
-    """The way back is checked against the kernels too, as expand's graphs have the bodies' arithmetic."""
+    """The reverse is checked against the kernels too, because expand's graphs have the bodies' arithmetic."""
     import onnxruntime as ort
 
     model = small_models.attention()

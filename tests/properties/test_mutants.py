@@ -23,7 +23,7 @@ from gradfuse import fuse
 MUTANTS = 1_000
 SLOW_MUTANTS = 50_000
 VARIANT_SHARE = 5
-"""For so many mutants of training graphs there is one of a small graph of tests/support/variants.py."""
+"""For this many mutants of training graphs there is one of a small graph of tests/support/variants.py."""
 
 _SWAPPABLE = {"Sub", "Div", "Pow", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "MatMul"}
 _OTHER_OP = {

@@ -430,7 +430,7 @@ for name, make in {
 
 
 def points(name: str) -> Callable[..., nn.Module]:
-    """Return the function that makes a detector of the kin of RT-DETR."""
+    """Return the function that makes a detector of the RT-DETR family."""
 
     def make(**changed: Any) -> nn.Module:
         import transformers

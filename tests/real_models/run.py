@@ -2,11 +2,10 @@
 
 Usage, in tests/: python -m real_models.run [--page FILE] [--jobs N] [--seconds N] [CASE ...]
 
-There are two kinds of cases: those of `model_cases` begin at an ONNX file, and those of `step_cases` and
-its kin at a module, by `export_training_step`. Each runs in a process of its own, within limits of time and
-memory. Prints what came of each, and ends with 1 where a case does worse than it says it should. With --page, the lines
-of the modules that were run go into the table of a page of the documentation; they have times where each case had a
-core of its own.
+There are two kinds of cases: those of `model_cases` begin at an ONNX file, and those of `step_cases` and the other
+`*_cases` at a module, by `export_training_step`. Each runs in a process of its own, within limits of time and memory.
+Prints the result of each, and ends with 1 if a case does worse than it should. With --page, the lines of the modules
+that were run go into the table of a page of the documentation; they have times where each case had a core of its own.
 """
 
 from __future__ import annotations
@@ -156,14 +155,15 @@ def put_row(page: Path, name: str, row: tuple[str, ...], order: list[str]) -> No
 
 
 def file_result(name: str, seconds: int) -> Result:
-    """Run a case of `model_cases`, for at most so many seconds."""
+    """Run a case of `model_cases`, within a number of seconds."""
     code, output, errors = _own_process(seconds, "--one", name)
     lines = (output if code == 0 else errors).strip().splitlines()
     return Result(code == 0, lines[-1] if lines else f"ended with {code}")
 
 
 def step_result(name: str, case: StepCase, seconds: int) -> Result:
-    """Run a case that begins at a module, as it is and, where that is refused, changed: each for so many seconds."""
+    """Run a case that begins at a module, as it is and, if that is refused, changed: each within a number of
+    seconds."""
     found = _step_outcome(name, seconds, changed=False)
     how, error = AS_IS, found.get("error")
     if error is not None and (case.change or case.fixed):

@@ -39,7 +39,7 @@ _OTHER_DIMS: list[Dim] = [1, 1, "K", "N", "M"]
 
 
 class Invalid(Exception):
-    """What was drawn is no valid model, or can be run for no sizes."""
+    """The drawn graph is not a valid model, or runs at no sizes."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Writer:
         return Value(name, array.shape, kind or self.float)
 
     def number(self, x: float) -> Value:
-        """A float constant that is known to be near which inputs are worth being drawn."""
+        """A float constant near which inputs are worth drawing."""
         self.constants.append(x)
         return self.constant(np.asarray(x).reshape([1] * self.rng.choice([0, 0, 0, 1])))
 
@@ -458,7 +458,7 @@ class Writer:
         return self.raw(self.rng.choice(["Add", "Sub"]), x, self._small(other))
 
     def _small(self, x: Value) -> Value:
-        """A term that is next to nothing for ordinary values of x, and large for others."""
+        """A term that is negligible for ordinary values of x, and large for others."""
 
         def shifted(op: str, by: float) -> Value:
             return self.raw(op, x, self.number(by))
@@ -772,7 +772,7 @@ def softmax_backward(w: Writer) -> None:
 
 
 def _end(w: Writer, d: Value, others: Sequence[Value]) -> None:
-    """What reads the gradient."""
+    """The readers of the gradient."""
     if w.wrong("a term behind"):
         d = w.add(d, w._small(w.rng.choice([v for v in others if v.kind == w.float] or [d])))
     match w.rng.randrange(4):

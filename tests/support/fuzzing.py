@@ -1,4 +1,4 @@
-"""Whether `fuse` keeps what graphs compute that are almost backward passes (almost.py).
+"""Whether `fuse` preserves the results of graphs that are almost backward passes (almost.py).
 
 :func:`judged` fuses a graph with both policies and runs the original and the fused model for many run-time sizes and
 inputs, with the library and by the bodies of the operators.
@@ -53,7 +53,7 @@ _MODES = (
     ("zeros", "ties", "large", "near", "nan", "inf", "spread"),
     ("zeros", "ties", "small", "subnormal", "near", "nan", "inf", "spread"),
 )
-"""How the numbers of a run are drawn. None is huge where others are tiny: the order of products would decide."""
+"""How the numbers of a run are drawn. Huge and tiny numbers are not mixed: the order of products would decide."""
 
 
 def _feed(
@@ -123,7 +123,7 @@ def _feed(
 
 @dataclass
 class Verdict:
-    """What came of a graph. `failures` are lines: what, policy, with or without the library, sizes, run."""
+    """The verdict on a graph. `failures` are lines: what, policy, with or without the library, sizes, run."""
 
     seed: int
     fused: bool = False
@@ -146,7 +146,7 @@ def _session(model: onnx.ModelProto, library: bool = False, optimized: bool = Tr
 
 
 _REFUSALS = ("expected a class in", "target_out_of_range", "group_idx[", "group_ends_decrease")
-"""In the errors of kernels and of function bodies, for targets that are no class and ends that fall."""
+"""In the errors of kernels and of function bodies, for targets that are not a class and ends that decrease."""
 
 
 def judged(graph: Graph) -> Verdict:
@@ -172,7 +172,7 @@ def judged(graph: Graph) -> Verdict:
             f"bug: {policy}: {m.rule} at {m.node}: {m.reason}" for m in result.report.near_misses if m.bug
         ]
         if not result.report.fusions and not result.report.near_misses:
-            break  # What is not found cannot be profitable.
+            break  # Matches that the policy "all" does not find cannot be profitable.
         if result.report.fusions:
             verdict.fused = True
             verdict.operators = tuple(f.op for f in result.report.fusions)
@@ -328,7 +328,7 @@ def _largest(array: Array) -> float:
 
 
 def _nearest(array: Array, a: Array, b: Array) -> Array:
-    """Of two arrays the elements that are nearer to those of another; a NaN is near to a NaN."""
+    """For each element, the one of two arrays that is closer to a third; a NaN is close to a NaN."""
     with np.errstate(all="ignore"):
         nearer = np.where(np.isnan(array), np.isnan(a), np.abs(array - a) <= np.abs(array - b))
         return np.asarray(np.where(nearer, a, b))
@@ -350,7 +350,7 @@ def _in_line_with_nan(array: Array) -> Array:
 def _difference(
     got: Sequence[Array], wanted: Sequence[Array], bounds: Sequence[tuple[Array, float]], by_rows: bool
 ) -> str:
-    """The worst difference that is no rounding; empty if there is none.
+    """The worst difference that rounding does not explain; empty if there is none.
 
     Where the original is finite, the fused value must be, but in a row that has a NaN: a softmax whose maximum is not
     subtracted is NaN at an infinite logit alone, the operators are in all of its row (docs/canonical-form.md). Where

@@ -1,8 +1,8 @@
-"""Whether gradients of ONNX models are those of differences, whatever exporter wrote the model (random_graphs.py).
+"""Whether gradients of ONNX models agree with differences, whatever exporter wrote the model (random_graphs.py).
 
 :func:`judged` takes a model through `differentiate`, `build_training_step` with and without `fuse`, and `fuse`. The
-derivatives are central differences of the model as it was written, in float64. :func:`smallest` leaves out of a failing
-model what it fails without.
+derivatives are central differences of the model as it was written, in float64. :func:`smallest` reduces a failing
+model.
 
     python tests/support/fuzzing_graphs.py SEED            the verdict on a model; --small makes it small first
 
@@ -52,7 +52,7 @@ class Invalid(Exception):
 
 @dataclass
 class Verdict:
-    """What came of a model.
+    """The verdict on a model.
 
     Attributes:
         failures: lines that begin with the kind: wrong, unable, traceback, mistake, invalid, changed, unmeant.
@@ -309,7 +309,7 @@ def loss_of(loss: str, y: Array | None, o: Array) -> float:
 
 
 _ROUNDED_RUNS, _ROUNDINGS = 3, 4
-"""So many runs show how gradients round; so many times as much as they show may be off."""
+"""How many runs show how gradients round; errors may be this many times as large."""
 
 
 def _rounded(array: Array, rng: np.random.Generator) -> Array:
@@ -400,7 +400,7 @@ class _Judge:
     def opened(self, way: str, model: onnx.ModelProto) -> Any:
         """A session on a model that the checker takes, with inference where it infers the original."""
         text = _objection(model, full_check=not self._inference)
-        # What onnxruntime takes, and the checker does not, may be fused and stay what it is.
+        # A model that onnxruntime accepts, but the checker does not, may stay so when it is fused.
         if text and text != self._objection and not (way == "fuse" and self._objection):
             self.fail(f"invalid: {way}: {text}")
         try:
@@ -708,7 +708,7 @@ def reason(text: str) -> str:
 
 
 def outcome(seed: int, *, brief: bool = False) -> Outcome:
-    """What came of the model of a seed."""
+    """The verdict on the model of a seed."""
     case = drawn(seed)
     try:
         verdict = judged(case, brief=brief)

@@ -1,7 +1,7 @@
-"""Whether `export_training_step` keeps what modules compute that people could have written (random_modules.py).
+"""Whether `export_training_step` preserves the results of modules that people could have written (random_modules.py).
 
 :func:`judged` exports a module and trains the step beside PyTorch for a few batches, of other sizes too where axes are
-dynamic. :func:`smallest` leaves out of a failing module what it fails without.
+dynamic. :func:`smallest` reduces a failing module.
 
     python tests/support/fuzzing_modules.py SEED            the verdict on a module; --small makes it small first
 
@@ -39,9 +39,9 @@ Array = npt.NDArray[Any]
 Results = dict[str, Array]
 
 RUNS_MOVED, MANY_RUNS_MOVED = 2, 24
-"""How many runs show what rounding does; so many more are asked where a result is out of bounds by them."""
+"""How many runs show the effect of rounding, and how many more if these put a result out of bounds."""
 MOVES = 4.0
-"""By how many roundings a run is moved that shows what rounding does."""
+"""By how many roundings runs are moved to show the effect of rounding."""
 
 
 class Invalid(Exception):
@@ -50,7 +50,7 @@ class Invalid(Exception):
 
 @dataclass
 class Verdict:
-    """What came of a module.
+    """The verdict on a module.
 
     Attributes:
         failures: lines that begin with the kind: wrong, unable, traceback, mistake, changed.
@@ -181,7 +181,7 @@ def _judged(drawn: Drawn, runs: int) -> Verdict:
     moved = [_Peer(drawn, native) for _ in range(runs)]
     for number, peer in enumerate(moved):
         peer.moved(MOVES * drawn.rounds_to, number)
-    # What rounds to nothing in one run of PyTorch may not in another one.
+    # A number that rounds to 0 in one run of PyTorch may not in another.
     twins = [_Peer(drawn) for _ in moved]
     for twin, peer in zip(twins, moved, strict=True):
         _copied(peer.module, twin.module)
@@ -222,7 +222,7 @@ def _judged(drawn: Drawn, runs: int) -> Verdict:
             verdict.failures.append(f"traceback: {place}: {type(error).__name__}: {_line(error)}")
             return verdict
         if probe:
-            # PyTorch does not take these sizes, and what is done then is nobody's business.
+            # PyTorch does not accept these sizes, so the result does not matter.
             return verdict
         if failure:
             if is_other and verdict.warned:
@@ -237,7 +237,7 @@ def _judged(drawn: Drawn, runs: int) -> Verdict:
             for peer in peers:
                 _take_draws(peer.module, got)
         results = [peer.step(inputs, targets) for peer in peers]
-        # What is drawn in an evaluation nobody is told of.
+        # There is no warning about draws in an evaluation.
         if dict(drawn.options)["evaluation"] and not replays:
             evaluated = session.evaluate(arrays)
             got |= {f"evaluation {k}": np.asarray(array) for k, array in enumerate(_several(evaluated))}
@@ -317,7 +317,7 @@ def _exported(drawn: Drawn, peer: _Peer, batch: Any, verdict: Verdict) -> Any:
 
 
 def _state(peer: _Peer) -> dict[str, object]:
-    """What an export must leave as it is."""
+    """State that an export must not change."""
     tensors = {**dict(peer.module.named_parameters()), **dict(peer.module.named_buffers())}
     found: dict[str, object] = {name: tensor.detach().numpy().tobytes() for name, tensor in tensors.items()}
     found |= {f"{name}.grad": p.grad is None for name, p in peer.module.named_parameters()}
@@ -426,7 +426,7 @@ def reason(text: str) -> str:
 
 
 def outcome(seed: int) -> Outcome:
-    """What came of the module of a seed."""
+    """The verdict on the module of a seed."""
     return _outcome(drawn(seed))
 
 

@@ -1,7 +1,7 @@
 """What fuse matches in each graph of tests/corpus and tests/findings, as `matched.json` beside the graphs keeps it.
 
-`make matched` prints the table and, for each operator, in how many of the graphs that are about it it is matched. It
-writes the file anew.
+`make matched` prints the table and, for each operator, in how many of its graphs it is matched. It also updates the
+file.
 """
 
 from __future__ import annotations

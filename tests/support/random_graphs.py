@@ -1,8 +1,8 @@
-"""Writes ONNX models of opsets 7 to 23 as six exporters would: every value that people have in files, small.
+"""Writes small ONNX models of opsets 7 to 23 as six exporters would.
 
 :func:`drawn` writes a model from a seed: a chain of pieces, each of which takes and gives a value of shape (N, T,
 WIDTH), and habits of exporters, which change how the model is written and not what it computes. Pieces and habits can
-be left out, so that what fails can be made small (fuzzing_graphs.py).
+be left out, to reduce failures (fuzzing_graphs.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Writes PyTorch modules as people do: layers, views, writes in place, buffers, sizes that Python reads, branches.
+"""Writes PyTorch modules as people do: layers, views, in-place writes, buffers, sizes that Python reads, branches.
 
 :func:`drawn` writes a module, its loss, an optimizer and which axes are dynamic from a seed, as Python's source. A
 module is a chain of pieces, each of which takes and gives a tensor `h` of shape (batch, length, WIDTH). Pieces can be
-left out, so that what fails can be made small (fuzzing_modules.py).
+left out, to reduce failures (fuzzing_modules.py).
 """
 
 from __future__ import annotations
@@ -806,7 +806,7 @@ def _tensor(kind: str, batch: int, length: int, generator: torch.Generator) -> T
 
 
 def filled(module: nn.Module, seed: int) -> None:
-    """Give the parameters of a module random values that are no zeros."""
+    """Give the parameters of a module random nonzero values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():

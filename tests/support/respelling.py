@@ -1,4 +1,4 @@
-"""Ways to write a graph otherwise: the same numbers by other operators, and views that change nothing.
+"""Ways to rewrite a graph: the same results by other operators, and views that change nothing.
 
 `respelled` does so to some nodes of a model, puts pieces of it into functions, and changes its opset.
 """
@@ -27,7 +27,7 @@ _LONGEST_PIECE = 6
 
 
 class _Facts:
-    """What is known of the values of a model."""
+    """What is known about the values of a model."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
@@ -50,7 +50,7 @@ class _Facts:
 
 
 class _Writer:
-    """A node of a graph, and what takes its place."""
+    """A node of a graph, and its replacement."""
 
     def __init__(self, facts: _Facts, node: onnx.NodeProto, rng: random.Random, prefix: str) -> None:
         self.facts, self.node, self.rng, self.prefix = facts, node, rng, prefix
@@ -139,7 +139,7 @@ class _Writer:
 
 
 Rule = Callable[[_Writer], str | None]
-"""Writes a node otherwise; None where it has no way."""
+"""Rewrites a node; None if the rule has no way."""
 
 
 def _turned_comparison(w: _Writer) -> str:
@@ -500,7 +500,7 @@ AFTER: dict[str, Callable[[_Writer, str], str | None]] = {
     "flattened": _flattened,
     "unsqueezed": _unsqueezed,
 }
-"""What leaves a value as it is."""
+"""Operators that leave a value as it is."""
 
 RULES: dict[str, tuple[tuple[str, ...], Rule]] = {name: (kinds, rule) for name, kinds, rule in (*_OF_FLOATS, *_OF_ANY)}
 _FOR_FLOATS = {name for name, *_ in _OF_FLOATS}

@@ -25,7 +25,7 @@ import gradfuse
 from gradfuse.testing import assert_gradients_close
 
 _ALL_OPERATORS = 10
-"""In one of so many cases other operators are fused too."""
+"""In one of this many cases other operators are fused too."""
 _WITH = {"ScaledDotProductAttentionBackward": ("ScaledDotProductAttention",)}
 _WRONG = 1e-3
 """How far a graph that is written otherwise may be from the exact results, in their largest."""

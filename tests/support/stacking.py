@@ -36,7 +36,7 @@ def block(name: str) -> onnx.ModelProto:
 
 
 def stacked(blocks: Sequence[onnx.ModelProto], nodes: int, *, chained: bool, shapes: bool = True) -> onnx.ModelProto:
-    """Copies of the blocks in turn, with values and nodes renamed apart, until there are at least so many nodes.
+    """Copies of the blocks, one after the other, with unique names, until there are at least `nodes` nodes.
 
     Args:
         blocks: models of one opset.
@@ -119,7 +119,7 @@ def _add(target: object, value: onnx.ValueInfoProto, name: str) -> None:
 
 
 def with_external_weights(model: onnx.ModelProto, folder: Path, gigabytes: int) -> Path:
-    """The model with layers whose weights are external data of so many GiB, saved in a folder.
+    """The model with layers whose weights are external data of a number of GiB, saved in a folder.
 
     The data file is sparse: it has that size, and takes no space on a disk whose file system knows holes. Each weight
     begins with a 1, as a tensor that is one number all over is no weight.

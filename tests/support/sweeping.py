@@ -1,10 +1,10 @@
-"""Many random modules or models: their counts, in a log that a stopped sweep goes on from.
+"""Runs many random modules or models: their counts go to a log, from which a stopped sweep continues.
 
     python tests/support/sweeping.py modules FIRST LAST     the modules of fuzzing_modules.py, in build/modules.log
     python tests/support/sweeping.py models FIRST LAST      the models of fuzzing_graphs.py, in build/models.log
 
-Seeds that are in the log already are not run again. Stop it when you like; the same command goes on. At its end it
-prints what came of all seeds in the log, as `--totals` does at any time.
+Seeds that are in the log already are not run again. Stop it when you like; the same command continues. At the end it
+prints the results of all seeds in the log, as `--totals` does at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 @dataclass
 class Outcome:
-    """What came of the case of a seed.
+    """The result of the case of a seed.
 
     Attributes:
         counts: what to add up.

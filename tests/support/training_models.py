@@ -1,6 +1,6 @@
 """Small models of the kinds that are trained, each with its loss, its batches and its dynamic axes.
 
-Sizes are the least at which every part of a model still does something.
+Sizes are the smallest at which every part of a model still does something.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class Model:
     Attributes:
         module: builds the module.
         loss: as `export_training_step` takes it.
-        batch: gives a batch of so many items and of such a length.
+        batch: makes a batch from a number of items and a length.
         dynamic: the names of the dynamic axes, by the tensors of the batch, inputs before targets.
         fused: the fused operators that the step is to have.
     """

@@ -97,7 +97,7 @@ def train(
 
 
 def assert_trained(actual: dict[str, npt.NDArray[Any]], native: nn.Module, exact: nn.Module, updates: int) -> None:
-    """Assert that a state_dict is as near to the float64 one as PyTorch's, but for the roundings of so many updates."""
+    """Assert that a state_dict is as close to the float64 one as PyTorch's, except for the roundings of the updates."""
     wanted = exact.state_dict()
     assert list(actual) == list(wanted)
     for name, tensor in native.state_dict().items():

@@ -394,6 +394,7 @@ def content_of(path: Path) -> tuple[Arrays, Any]:
 @pytest.mark.parametrize(
     "kills, total", [(2, 40), pytest.param(40, 600, marks=pytest.mark.long)], ids=["a few", "many"]
 )
+@pytest.mark.sampled(every=2)
 def test_a_trainer_that_is_killed_resumes_where_it_saved(
     large_step: TrainingStep, tmp_path: Path, kills: int, total: int, wait: bool
 ) -> None:

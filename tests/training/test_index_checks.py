@@ -124,6 +124,7 @@ def require_as_in_torch(name: str, fuse: bool) -> None:
 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", SOME)
+@pytest.mark.sampled(every=2)
 def test_a_step_refuses_the_indices_that_torch_refuses(name: str, fuse: bool) -> None:
     require_as_in_torch(name, fuse)
 
@@ -151,6 +152,7 @@ LOSSES: dict[str, Any] = {
 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.sampled(every=3)
 def test_a_loss_refuses_labels_out_of_range(name: str, fuse: bool) -> None:
     loss = onnx.parser.parse_model(LOSSES[name]) if name == "model" else LOSSES[name]
     step = gradfuse.build_training_step(onnx.parser.parse_model(FORWARD), loss, fuse=fuse)

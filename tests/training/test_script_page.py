@@ -45,6 +45,7 @@ def losses(monkeypatch: pytest.MonkeyPatch, setup: str, loop: str, dtype: torch.
 
 
 @pytest.mark.parametrize("section", LOOPS, ids=lambda section: section.splitlines()[0])
+@pytest.mark.sampled(every=2)
 def test_both_loops_train_alike(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     setup, native, ours = PYTHON.findall(section)

@@ -84,7 +84,8 @@ def test_evaluation_is_the_module_in_eval_mode(module: nn.Module, step: Training
 
 
 def test_steps_write_where_the_step_before_read(step: TrainingStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two buffers a tensor in turn; and no array passes between numpy and onnxruntime but the batch and the loss."""
+    """Each tensor alternates between two buffers; and no array passes between numpy and onnxruntime but the batch and
+    the loss."""
     session = TrainingSession(step)
     changing = [name for name in session.ort_values if not name.startswith(("learning_rate", "spare"))]
     addresses = [{name: session.ort_values[name].data_ptr() for name in changing}]

@@ -96,6 +96,7 @@ def trained(judge: TrainingSession, deceiver: TrainingSession) -> None:
 
 
 @pytest.mark.parametrize("which", ["kernels", "bodies", "one of each", "files"])
+@pytest.mark.sampled(every=2)
 def test_the_two_steps_of_a_gan_are_those_of_torch(
     gan: tuple[TrainingStep, TrainingStep], which: str, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ struct Loops {
     }
   }
 
-  // The innermost loop; of a single element, one that is run through once.
+  // The innermost loop; for a single element, a loop of one iteration.
   int inner() const { return rank == 0 ? 0 : rank - 1; }
 
   int rank = 0;

@@ -5,9 +5,8 @@
 
 namespace gradfuse {
 
-// Spreads the tasks of a kernel over the threads of whoever called it.
-//
-// A kernel cuts its work by the shapes alone, never by the number of threads, so that results have the same bits for
+// Spreads the tasks of a kernel over the caller's threads.
+// A kernel divides its work by the shapes alone, never by the number of threads, so that results are bit-identical for
 // any number of them.
 class ParallelFor {
  public:

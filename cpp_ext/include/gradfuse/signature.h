@@ -91,15 +91,7 @@ inline constexpr TypeSet kComputedT = TypeSet::ComputedT();
 //   visitor.Attribute(name, int64_t_or_float_or_string_or_vector_of_int64_t)
 //   visitor.Output(name, tensor, types)
 //
-// so that what adapts ops to a host (ONNX Runtime, a C API) is written once for all of them. Beside the struct an op
-// has
-//
-//   Status Check(const Args&);                       whether inputs and attributes are ones that it takes
-//   std::vector<Shape> OutputShapes(const Args&);    of checked arguments
-//   void cpu::Run(const Args&, const ParallelFor&);  of checked arguments with their outputs
-//   Status cuda::Run(const Args&, const Queue&);     the same, of arguments in device memory; inputs that are
-//                                                    ReadByHost are in host memory
-//   int64_t cuda::WorkspaceBytes(const Args&);       device memory that cuda::Run needs beside them
+// so that what adapts ops to a host (ONNX Runtime, a C API) is written once for all of them.
 
 // "float32(2,3)".
 std::string Describe(const TensorLayout& tensor);

@@ -10,7 +10,7 @@
 namespace gradfuse::cpu {
 namespace {
 
-// Adds the bias of each of `channels` planes in turn, which may be null, and cuts off what is below 0.
+// Adds each channel's bias, if not null, to its plane, and with `relu` sets numbers below 0 to 0.
 template <class T>
 void Finish(const T* bias, bool relu, int64_t planes, int64_t channels, int64_t size, T* out,
             const ParallelFor& parallel) {

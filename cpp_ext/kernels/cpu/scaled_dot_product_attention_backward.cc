@@ -115,7 +115,7 @@ namespace gradfuse::cpu {
 namespace {
 
 constexpr int64_t kWantedTasks = 16;
-// Rows that are packed at once, of so many numbers together, are in the second-level cache while all keys pass.
+// Rows that are packed at once, with this many numbers in all, stay in the second-level cache while all keys pass.
 constexpr int64_t kPackedNumbers = 49152;
 
 // What tasks add a gradient to: the tensor itself, or where several tasks add to it or its type is short, numbers of

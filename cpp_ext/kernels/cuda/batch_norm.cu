@@ -106,31 +106,17 @@ __global__ void __launch_bounds__(kThreads) Write(const __grid_constant__ Params
 }
 
 template <class T>
-void Place(Workspace& workspace, Params<T>& params) {
-  params.mean = workspace.Array<float>(params.channels);
-  params.scale = workspace.Array<float>(params.channels);
-  params.offset = workspace.Array<float>(params.channels);
-}
-
-template <class T>
-Params<T> ParamsOf(const BatchNormArgs& args) {
-  const ChannelPlanes planes(args.input.shape);
-  Params<T> params{};
-  params.batch = planes.batch;
-  params.channels = planes.channels;
-  params.size = planes.size;
-  return params;
-}
-
-template <class T>
 const T* DataOf(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->Data<T>() : nullptr;
 }
 
 template <class T>
-Status RunTyped(const BatchNormArgs& args, const Queue& queue) {
-  Params<T> params = ParamsOf<T>(args);
-  if (params.channels == 0) return {};
+Params<T> ParamsOf(const BatchNormArgs& args, Workspace& workspace) {
+  const ChannelPlanes planes(args.input.shape);
+  Params<T> params{};
+  params.batch = planes.batch;
+  params.channels = planes.channels;
+  params.size = planes.size;
   params.input = args.input.Data<T>();
   params.weight = DataOf<T>(args.weight);
   params.bias = DataOf<T>(args.bias);
@@ -145,9 +131,18 @@ Status RunTyped(const BatchNormArgs& args, const Queue& queue) {
   params.new_running_mean = args.new_running_mean.MutableData<T>();
   params.new_running_var = args.new_running_var.MutableData<T>();
   if (params.size > 0) params.by_size = Divisor(params.size);
-  params.by_channels = Divisor(params.channels);
+  if (params.channels > 0) params.by_channels = Divisor(params.channels);
+  params.mean = workspace.Array<float>(params.channels);
+  params.scale = workspace.Array<float>(params.channels);
+  params.offset = workspace.Array<float>(params.channels);
+  return params;
+}
+
+template <class T>
+Status RunTyped(const BatchNormArgs& args, const Queue& queue) {
   Workspace workspace(queue.workspace);
-  Place(workspace, params);
+  const Params<T> params = ParamsOf<T>(args, workspace);
+  if (params.channels == 0) return {};
   GRADFUSE_RETURN_IF_ERROR(Launch(queue, AddUp<T>, params.channels, kThreads, params));
   const int64_t total = params.batch * params.channels * params.size;
   return Launch(queue, Write<T>, CeilDiv(total, kThreads), kThreads, params);
@@ -156,12 +151,9 @@ Status RunTyped(const BatchNormArgs& args, const Queue& queue) {
 }  // namespace
 
 int64_t WorkspaceBytes(const BatchNormArgs& args) {
-  return WithShortFloatType(args.input.dtype, [&](auto type) {
-    auto params = ParamsOf<decltype(type)>(args);
-    Workspace workspace(nullptr);
-    Place(workspace, params);
-    return workspace.bytes();
-  });
+  Workspace workspace(nullptr);
+  WithShortFloatType(args.input.dtype, [&](auto type) { ParamsOf<decltype(type)>(args, workspace); });
+  return workspace.bytes();
 }
 
 Status Run(const BatchNormArgs& args, const Queue& queue) {

@@ -93,26 +93,12 @@ __global__ void __launch_bounds__(kThreads) Write(const __grid_constant__ Params
 }
 
 template <class T>
-void Place(Workspace& workspace, Params<T>& params) {
-  params.scale = workspace.Array<ComputeType<T>>(params.channels);
-  params.slope = workspace.Array<ComputeType<T>>(params.channels);
-  params.offset = workspace.Array<ComputeType<T>>(params.channels);
-}
-
-template <class T>
-Params<T> ParamsOf(const BatchNormBackwardArgs& args) {
+Params<T> ParamsOf(const BatchNormBackwardArgs& args, Workspace& workspace) {
   const ChannelPlanes planes(args.input.shape);
   Params<T> params{};
   params.batch = planes.batch;
   params.channels = planes.channels;
   params.size = planes.size;
-  return params;
-}
-
-template <class T>
-Status RunTyped(const BatchNormBackwardArgs& args, const Queue& queue) {
-  Params<T> params = ParamsOf<T>(args);
-  if (params.channels == 0) return {};
   params.grad_output = args.grad_output.Data<T>();
   params.input = args.input.Data<T>();
   params.weight = args.weight ? args.weight->Data<T>() : nullptr;
@@ -123,9 +109,18 @@ Status RunTyped(const BatchNormBackwardArgs& args, const Queue& queue) {
   params.grad_weight = args.output_mask[1] != 0 ? args.grad_weight.MutableData<T>() : nullptr;
   params.grad_bias = args.output_mask[2] != 0 ? args.grad_bias.MutableData<T>() : nullptr;
   if (params.size > 0) params.by_size = Divisor(params.size);
-  params.by_channels = Divisor(params.channels);
+  if (params.channels > 0) params.by_channels = Divisor(params.channels);
+  params.scale = workspace.Array<ComputeType<T>>(params.channels);
+  params.slope = workspace.Array<ComputeType<T>>(params.channels);
+  params.offset = workspace.Array<ComputeType<T>>(params.channels);
+  return params;
+}
+
+template <class T>
+Status RunTyped(const BatchNormBackwardArgs& args, const Queue& queue) {
   Workspace workspace(queue.workspace);
-  Place(workspace, params);
+  const Params<T> params = ParamsOf<T>(args, workspace);
+  if (params.channels == 0) return {};
   GRADFUSE_RETURN_IF_ERROR(Launch(queue, AddUp<T>, params.channels, kThreads, params));
   if (params.grad_input == nullptr) return {};
   const int64_t total = params.batch * params.channels * params.size;
@@ -135,12 +130,9 @@ Status RunTyped(const BatchNormBackwardArgs& args, const Queue& queue) {
 }  // namespace
 
 int64_t WorkspaceBytes(const BatchNormBackwardArgs& args) {
-  return WithFloatType(args.input.dtype, [&](auto type) {
-    auto params = ParamsOf<decltype(type)>(args);
-    Workspace workspace(nullptr);
-    Place(workspace, params);
-    return workspace.bytes();
-  });
+  Workspace workspace(nullptr);
+  WithFloatType(args.input.dtype, [&](auto type) { ParamsOf<decltype(type)>(args, workspace); });
+  return workspace.bytes();
 }
 
 Status Run(const BatchNormBackwardArgs& args, const Queue& queue) {

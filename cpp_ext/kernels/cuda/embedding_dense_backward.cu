@@ -122,14 +122,9 @@ Status RunTyped(const EmbeddingDenseBackwardArgs& args, const Queue& queue) {
 }  // namespace
 
 int64_t WorkspaceBytes(const EmbeddingDenseBackwardArgs& args) {
-  int64_t bytes = 0;
-  WithShortFloatType(args.grad_output.dtype, [&](auto type) {
-    Workspace workspace(nullptr);
-    ParamsOf<decltype(type)>(args, workspace);
-    bytes = workspace.bytes();
-    return Status();
-  });
-  return bytes;
+  Workspace workspace(nullptr);
+  WithShortFloatType(args.grad_output.dtype, [&](auto type) { ParamsOf<decltype(type)>(args, workspace); });
+  return workspace.bytes();
 }
 
 Status Run(const EmbeddingDenseBackwardArgs& args, const Queue& queue) {

@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(kThreads) SumChunks(const __grid_constant__ Pa
   }
 }
 
-// Groups that cross chunks, and empty ones. A block takes a panel of columns and every so many groups; neighbouring
-// threads take neighbouring columns, and a column's threads take turns among the chunks.
+// Groups that cross chunks, and empty ones. A block takes a panel of columns and strides over the groups; neighbouring
+// threads take neighbouring columns, and the threads of a column stride over the chunks.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     AddPartials(const __grid_constant__ Params<T> params, int64_t panels, int64_t slices) {

@@ -114,27 +114,13 @@ __global__ void __launch_bounds__(kThreads) AddBlocks(const __grid_constant__ Pa
 bool WantsSums(const LayerNormBackwardArgs& args) { return args.output_mask[1] != 0 || args.output_mask[2] != 0; }
 
 template <class T>
-Params<T> ParamsOf(const LayerNormBackwardArgs& args) {
+Params<T> ParamsOf(const LayerNormBackwardArgs& args, Workspace& workspace) {
+  using Real = ComputeType<T>;
   const NormalizedRows rows(args.input.shape, args.axis);
   Params<T> params{};
   params.rows = rows.count;
   params.size = rows.size;
   params.blocks = CeilDiv(rows.count, kRowsPerBlock);
-  return params;
-}
-
-template <class T>
-void Place(const LayerNormBackwardArgs& args, Workspace& workspace, Params<T>& params) {
-  if (!WantsSums(args)) return;
-  params.weight_sums = workspace.Array<ComputeType<T>>(params.blocks * params.size);
-  params.bias_sums = workspace.Array<ComputeType<T>>(params.blocks * params.size);
-}
-
-template <class T>
-Status RunTyped(const LayerNormBackwardArgs& args, const Queue& queue) {
-  using Real = ComputeType<T>;
-  Params<T> params = ParamsOf<T>(args);
-  if (params.size == 0) return {};
   params.grad_output = args.grad_output.Data<T>();
   params.input = args.input.Data<T>();
   params.weight = args.weight ? args.weight->Data<T>() : nullptr;
@@ -143,9 +129,19 @@ Status RunTyped(const LayerNormBackwardArgs& args, const Queue& queue) {
   params.grad_input = args.output_mask[0] != 0 ? args.grad_input.MutableData<T>() : nullptr;
   params.grad_weight = args.output_mask[1] != 0 ? args.grad_weight.MutableData<T>() : nullptr;
   params.grad_bias = args.output_mask[2] != 0 ? args.grad_bias.MutableData<T>() : nullptr;
-  params.by_size = Divisor(params.size);
+  if (params.size > 0) params.by_size = Divisor(params.size);
+  if (WantsSums(args)) {
+    params.weight_sums = workspace.Array<Real>(params.blocks * params.size);
+    params.bias_sums = workspace.Array<Real>(params.blocks * params.size);
+  }
+  return params;
+}
+
+template <class T>
+Status RunTyped(const LayerNormBackwardArgs& args, const Queue& queue) {
   Workspace workspace(queue.workspace);
-  Place(args, workspace, params);
+  const Params<T> params = ParamsOf<T>(args, workspace);
+  if (params.size == 0) return {};
   // First, as the gradient of the input may be written over grad_output.
   if (WantsSums(args)) {
     const int64_t threads = params.blocks * params.size;
@@ -159,12 +155,9 @@ Status RunTyped(const LayerNormBackwardArgs& args, const Queue& queue) {
 }  // namespace
 
 int64_t WorkspaceBytes(const LayerNormBackwardArgs& args) {
-  return WithFloatType(args.input.dtype, [&](auto type) {
-    auto params = ParamsOf<decltype(type)>(args);
-    Workspace workspace(nullptr);
-    Place(args, workspace, params);
-    return workspace.bytes();
-  });
+  Workspace workspace(nullptr);
+  WithFloatType(args.input.dtype, [&](auto type) { ParamsOf<decltype(type)>(args, workspace); });
+  return workspace.bytes();
 }
 
 Status Run(const LayerNormBackwardArgs& args, const Queue& queue) {

@@ -7,7 +7,7 @@
 #include <vector>
 
 // What the execution provider needs from GPUs. cuda_gpu.cc implements it with CUDA, tests with virtual GPUs on the
-// host. Streams and events are CUDA's, or stand-ins.
+// host. Streams and events are CUDA's, or substitutes.
 namespace gradfuse::gpu {
 
 class Error : public std::runtime_error {

@@ -1,4 +1,4 @@
-"""How far apart the outputs of two models may be: the bound of each element, in the rounding that is due.
+"""How far apart the outputs of two models may be: the bound of each element, in terms of rounding.
 
 `gradfuse.check` states the rule. The export of training steps compares with PyTorch by the same constants.
 """
@@ -19,7 +19,7 @@ from gradfuse.testing import peer_error
 NOISE_FACTOR = 16
 """A difference may be this many times what rounding does to the first model's own result."""
 ROUNDINGS = 4
-"""How many roundings to the output's type, and to the type of the arithmetic, are granted besides."""
+"""How many roundings to the output's type, and to the type of the arithmetic, are allowed in addition."""
 
 MOVED_RUNS = 16
 """The most runs in which results of arithmetic are moved by several roundings."""

@@ -43,33 +43,33 @@ def check(a: ModelLike, b: ModelLike, runs: int = 3, *, seed: int = 0) -> CheckR
 
         16 noise + 4 (eps |reference| + eps_a max|reference|)
 
-    with eps the spacing of the output's type at 1 and eps_a that of the arithmetic (float32 for 16-bit types). The
+    with eps the machine epsilon of the output's type and eps_a that of the arithmetic (float32 for 16-bit types). The
     reference is the first model run in float64 if that is possible, else the first model itself. The noise is what
     rounding does to the first model: its own error against the reference, and its change when every input and weight is
     moved by one rounding; see `gradfuse.testing.peer_error`. NaN and infinities must be in the same places; integers
-    and truth values must be equal.
+    and booleans must be equal.
 
-    What exceeds this may be a decision within rounding: an activation near 0, or a choice between two near values. The
-    first model then runs in float64 with the result of every arithmetic node moved by up to 64 roundings, up to 16
-    times, so that such a decision falls either way; a difference may be larger by 4 times the largest change.
+    A larger difference may come from a decision within rounding: an activation near 0, or a choice between two close
+    values. The first model then runs in float64 with the result of every arithmetic node moved by up to 64 roundings,
+    up to 16 times, so that such a decision falls either way; a difference may be larger by 4 times the largest change.
 
-    Both models are also compared in float64, where rounding hides nothing. There a difference may be
-    4 (eps |reference| + eps_a max|reference|) and 64 times what moving by one rounding does where it decides nothing.
-    (This is the median of three runs moved by 2^-10 of a rounding, times 2^10.) What exceeds it is compared again on
-    inputs a thousandth larger or smaller, where no constant's rounding puts an activation on the other side of a kink.
+    Both models are also compared in float64, where rounding hides nothing. There a difference may be 4 (eps |reference|
+    + eps_a max|reference|) plus 64 times the effect of moving by one rounding without flipping a decision. (This is the
+    median of three runs moved by 2^-10 of a rounding, times 2^10.) A larger one is compared again on inputs a
+    thousandth larger or smaller, where no constant's rounding puts an activation on the other side of a kink.
 
-    Notes in the report say what limits the check: types for which onnxruntime lacks 16-bit kernels run in float32,
+    Notes in the report say what limits the check: operators without 16-bit kernels in onnxruntime run in float32,
     outputs that depend on random operators are not compared, and models with a ScatterND of which onnxruntime may lose
     updates run in one thread.
 
     Args:
         a: the model to trust: a path, `onnx.ModelProto`, `onnx_ir.Model` or `torch.onnx.ONNXProgram`.
         b: the model to judge, with inputs and outputs of the same names, types and order.
-        runs: how many runs, each with inputs of its own and sizes of its own where dimensions are symbolic.
+        runs: how many runs, each with its own inputs, and its own sizes of symbolic dimensions.
         seed: equal seeds give equal inputs.
 
     Raises:
-        ModelError: a model cannot be read or run, or inputs or outputs of the two do not agree.
+        ModelError: a model cannot be read or run, or the models' inputs or outputs do not agree.
         ArgumentError: `runs` is less than 1.
     """
     if runs < 1:

@@ -1,4 +1,4 @@
-"""Models run by stock onnxruntime, in their own types or in wider ones."""
+"""Runs models in stock onnxruntime, in their own types or in wider ones."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataT
 
 _MOST_INLINED = 2000
 _LONG = 2**20
-"""Bytes of inputs from which on a run may take so long that somebody wants to end it."""
+"""From this many bytes of inputs on, a run may take so long that a user interrupts it."""
 _PATIENCE = 0.5
-"""Seconds that a run has to end."""
+"""How many seconds a run has to end after an interrupt."""
 _LARGE = 2**25
-"""Bytes of tensors from which on a model is given to onnxruntime in files."""
+"""From this many bytes of tensors on, onnxruntime gets a model in files."""
 _MOST_EMBEDDED = 2**28
 """Bytes of tensors that a message to onnxruntime may hold beside references to files."""
 
@@ -50,12 +50,12 @@ _MOST_EMBEDDED = 2**28
 class Session:
     """An onnxruntime CPU session that takes and gives numpy arrays, bfloat16 included.
 
-    It has one thread where several might compute a ScatterND wrongly (gradfuse.models.scatters).
+    It has one thread if several might compute a ScatterND wrongly (gradfuse.models.scatters).
 
     Args:
         model: the model; it is not changed.
         source: what to call it in messages.
-        kernels: register gradfuse's own kernels, where there is a compiled library; without, function bodies run.
+        kernels: register gradfuse's own kernels, if there is a compiled library; otherwise function bodies run.
 
     Raises:
         ModelError: onnxruntime cannot load the model.
@@ -68,10 +68,10 @@ class Session:
         self._dtypes = {str(value.name): _numpy_dtype(value) for value in (*model.graph.inputs, *model.graph.outputs)}
         options = onnxruntime.SessionOptions()
         options.log_severity_level = SILENT
-        # A model is run once or twice: an arena would keep what its largest results took.
+        # A model is run once or twice: an arena would keep the memory of its largest results.
         options.enable_cpu_mem_arena = False
         if tensor_bytes(model) >= _LARGE:
-            # Kernels would copy the weights into an order of theirs, while those in files take no memory.
+            # Prepacking would copy the weights, while those in files take no memory.
             options.add_session_config_entry("session.disable_prepacking", "1")
         if scatters.reduces_by_scatter_nd(model):
             options.intra_op_num_threads = 1
@@ -105,9 +105,9 @@ class Session:
 def run_in_place(
     session: Any, outputs: Sequence[str] | None, feeds: Mapping[str, npt.NDArray[Any]]
 ) -> list[npt.NDArray[Any]]:
-    """Run an onnxruntime session, and return its outputs in the memory in which it has made them.
+    """Run an onnxruntime session, and return its outputs without copies.
 
-    `InferenceSession.run` returns copies, all of which are there before any of the memory is given back.
+    `InferenceSession.run` returns copies, and makes all of them before it frees any of the originals.
 
     Args:
         session: a session on the CPU.
@@ -131,15 +131,15 @@ def run_in_place(
         values = _run_interruptibly(session, names, given)
     values = [_alone(value) for value in values]
     arrays = [np.asarray(_Memory(value, _NUMBERS[made[name]])) for name, value in zip(names, values, strict=True)]
-    # An input that is an output keeps its memory, which is the caller's.
+    # An input that is an output keeps the caller's memory.
     addresses = {value.data_ptr() for value in given.values()}
     return [array.copy() if array.ctypes.data in addresses else array for array in arrays]
 
 
 def _alone(value: Any) -> Any:
-    """Return the same tensor, where possible without a reference to the other outputs of its run.
+    """Return the same tensor, if possible without a reference to the other outputs of its run.
 
-    onnxruntime gives outputs as elements of one vector, each of which keeps the whole of it.
+    onnxruntime returns outputs as elements of one vector, each of which keeps the whole vector alive.
     """
     if not hasattr(value, "__dlpack__") or not math.prod(value.shape()):
         return value
@@ -147,7 +147,7 @@ def _alone(value: Any) -> Any:
 
 
 def _run_interruptibly(session: Any, names: list[str], given: Mapping[str, Any]) -> Any:
-    """Run a session so that Ctrl-C ends it: Python sees that only between two of its own instructions."""
+    """Run a session so that Ctrl-C ends it: Python handles signals only between two of its own instructions."""
     options = import_onnxruntime().RunOptions()
     found: list[Any] = []
     errors: list[Exception] = []
@@ -163,7 +163,7 @@ def _run_interruptibly(session: Any, names: list[str], given: Mapping[str, Any])
     try:
         thread.join()
     except BaseException:
-        # It looks before each node; one of them may take longer than anybody wants to wait.
+        # It checks before each node; a single node may take too long to wait for.
         options.terminate = True
         thread.join(_PATIENCE)
         raise
@@ -173,13 +173,13 @@ def _run_interruptibly(session: Any, names: list[str], given: Mapping[str, Any])
 
 
 class _Memory:
-    """The memory of an `onnxruntime.OrtValue`, as numpy asks for it."""
+    """The memory of an `onnxruntime.OrtValue`, through numpy's array interface."""
 
     def __init__(self, value: Any, dtype: np.dtype[Any]) -> None:
         self._value = value
         shape = tuple(value.shape())
         address = value.data_ptr()
-        # What has no elements may have no address.
+        # A tensor without elements may have no address.
         self.__array_interface__ = {
             "shape": shape,
             "typestr": dtype.str,
@@ -220,7 +220,7 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
             mapped = _mapped_session(model, source, options, providers)
             if mapped is not None:
                 return mapped
-            # onnxruntime maps what is in a file: in a message the tensors would be in memory several times.
+            # onnxruntime maps tensors in files; in a message they would be in memory several times.
             folder = stack.enter_context(files.temporary_folder(tempfile.gettempdir(), "session"))
             content = os.path.join(folder, "model.onnx")
             writing.save(model, content, external=True)
@@ -228,9 +228,9 @@ def inference_session(model: ir.Model, source: str, options: Any, providers: Seq
 
 
 def _mapped_session(model: ir.Model, source: str, options: Any, providers: Sequence[Any]) -> Any:
-    """Return a session of a model that maps the files its tensors are in; None where onnxruntime does not do that.
+    """Return a session of a model that maps the files of its tensors; None if onnxruntime cannot do that.
 
-    The files are in one folder, and what is not in them fits into a message.
+    The files are in one folder, and the rest fits into a message.
     """
     folders = {os.path.dirname(os.path.abspath(path)) for path in data_files(model)}
     embedded = sum(one.nbytes for one in every_tensor(model) if not isinstance(one, ir.ExternalTensor))
@@ -248,14 +248,14 @@ def _mapped_session(model: ir.Model, source: str, options: Any, providers: Seque
     try:
         return session_of(content, source, options, providers)
     except ModelError:
-        # Older versions do not know the entry. What else is wrong is found again, and told.
+        # Older versions do not know the entry. Any other error occurs again, and is reported.
         return None
 
 
 def _called_out(proto: onnx.ModelProto, model: ir.Model, source: str) -> onnx.ModelProto:
     """Return the message of a model with its functions (but ours) inlined if they have many calls.
 
-    onnxruntime inlines them itself, in a time that grows with the square of the number of calls.
+    onnxruntime inlines them itself, in time quadratic in the number of calls.
     """
     if not proto.functions or validation.inlined_nodes(model, source)[0] <= _MOST_INLINED:
         return proto

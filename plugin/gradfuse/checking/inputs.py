@@ -26,7 +26,7 @@ from gradfuse.models.tensors import copy_model
 
 _Array = npt.NDArray[Any]
 
-# A model is run on inputs that take no more than this together, and on no value that takes more than the latter.
+# The most that all inputs of a model may take together, and the most that any value may take.
 _MOST_INPUT_BYTES = 2**32
 _MOST_VALUE_BYTES = 2**34
 # An expression of dimensions, as exporters write them. Anything else that a dimension is called is a name.
@@ -54,13 +54,13 @@ _TAKES_CLASSES = {
 }
 """(domain, op) -> (input that holds class indices, input whose dimension 1 counts the classes).
 
-What the integers of our own operators are stands in :class:`gradfuse.custom_ops.operator.Input`.
+:class:`gradfuse.custom_ops.operator.Input` says what the integers of our own operators are.
 """
 
 
 @dataclasses.dataclass
 class _Use:
-    """What the consumers of an input say about the integers in it."""
+    """What the consumers of an input tell about its integers."""
 
     limits: list[int] = dataclasses.field(default_factory=list)
     """Each value is at least 0 and below every one of these."""
@@ -76,7 +76,7 @@ class _Use:
 
 
 Analyses = dict[tuple[tuple[int, ...], ...], tuple[ir.Graph, dict[str, _Use]]]
-"""What a model is known to do with its inputs, by their shapes."""
+"""What is known about a model's use of its inputs, by their shapes."""
 
 
 def random_inputs(
@@ -95,13 +95,14 @@ def random_inputs(
     Args:
         model: any model; it is not changed.
         rng: the source of randomness; equal states give equal inputs.
-        attempt: how often the model did not run on such inputs. Every second time all symbolic dimensions have the same
-            size, as exporters may name one dimension twice, and sizes grow, as windows may be larger than small ones.
+        attempt: how often the model failed to run on such inputs. Every second time all symbolic dimensions have the
+            same size, because exporters may give one dimension two names; and sizes grow, because windows may exceed
+            small ones.
         sizes: the sizes of dimensions that are known, by name.
-        known: what earlier calls for the same model found out, which saves the time to do so again; it is extended.
+        known: a cache of what earlier calls for the same model found; it is extended.
 
     Raises:
-        ModelError: an input is no tensor of numbers, its rank is unknown, or it is too large to be run.
+        ModelError: an input is not a tensor of numbers, its rank is unknown, or it is too large to be run.
     """
     inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
     shapes = _sizes(inputs, rng, attempt, sizes or {})
@@ -245,7 +246,7 @@ def _analysed(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> ir.Mode
         proto = onnx.inliner.inline_selected_functions(proto, ours, exclude=True)
         proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except Exception:
-        # Without inferred shapes fewer ranges are known; whether the model is valid is for its execution to tell.
+        # Without inferred shapes fewer ranges are known; running the model will tell whether it is valid.
         return copy
     return ir.from_proto(proto)
 
@@ -417,7 +418,7 @@ def _random(dtype: ir.DataType, shape: tuple[int, ...], use: _Use, rng: np.rando
 
 
 def _mask(shape: tuple[int, ...], rng: np.random.Generator) -> _Array:
-    """Return random truth values, both of them in every row that has room: a softmax over nothing would be NaN."""
+    """Return random booleans, with both values in every row that has room: a softmax over nothing would be NaN."""
     values = np.asarray(rng.random(shape) < 0.5)
     if len(shape) > 1 and shape[-1] > 1:
         count = values.sum(axis=-1, keepdims=True)
@@ -428,7 +429,7 @@ def _mask(shape: tuple[int, ...], rng: np.random.Generator) -> _Array:
 
 
 def _fill_lengths(graph: ir.Graph, feeds: dict[str, _Array], rng: np.random.Generator) -> None:
-    """Give the lengths of labels and steps that are aligned, as in CTC losses, values for which an alignment exists."""
+    """Choose lengths of labels and steps that are aligned, as in CTC losses, so that an alignment exists."""
     for node in graph.all_nodes():
         operator = _operator(node)
         if operator is None or operator.alignment is None:

@@ -1,4 +1,4 @@
-"""Models run in float64: by onnxruntime, and by numpy where onnxruntime has no kernels for that type."""
+"""Runs models in float64: in onnxruntime, and in numpy if onnxruntime has no kernels for that type."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _EXACT = frozenset(
     Split Squeeze ThresholdedRelu Tile TopK Transpose Trilu Unsqueeze Where
     """.split()
 )
-"""Operators whose results are values of their inputs, or whole numbers."""
+"""Operators whose results are values of their inputs, or integers."""
 _BY_KERNEL = frozenset({"LinearCrossEntropy", "ScaledDotProductAttention", "ScaledDotProductAttentionBackward"})
-"""Operators whose bodies make tensors that nothing needs as a whole."""
+"""Operators whose function bodies make large tensors that their kernels avoid."""
 _LARGEST_WINDOWS = 2**25
 """How many elements of overlapping windows are laid out at once, at most."""
 _LARGE = 2**16
@@ -54,10 +54,10 @@ onnxruntime."""
 
 
 class ReferenceSession:
-    """A model in which every narrower floating point type is float64, functions being what their bodies say.
+    """A model in which every narrower floating-point type is float64, with functions as their bodies.
 
-    Operators of attention and of heads are run by their kernels where there is a compiled library: their bodies make
-    tensors of queries times keys, or of rows times classes.
+    Operators of attention and of heads run on their kernels if there is a compiled library: their bodies make tensors
+    of queries times keys, or of rows times classes.
 
     Nodes for which onnxruntime's CPU provider has no float64 kernel are computed by numpy, and those between them by
     onnxruntime.
@@ -102,12 +102,12 @@ class ReferenceSession:
 
         Args:
             feeds: the inputs.
-            take: what to return of an output, by its name, in place of the output: it is asked as soon as that is
-                there, so that no two large ones are in memory at once. It may raise what it likes.
-            tell: is told now and then which share is done.
+            take: returns what to keep of an output, given its name: it is called as soon as the output is computed, so
+                that no two large ones are in memory at once. It may raise anything.
+            tell: is called regularly with the fraction that is done.
 
         Raises:
-            ModelError: there is no kernel for a node, or it cannot be run on the inputs.
+            ModelError: there is no kernel for a node, or it fails on the inputs.
         """
         given = self._constants | {name: _kept(array) for name, array in feeds.items()}
         values = _Values(given, self._reads, spilling.current())
@@ -137,7 +137,7 @@ class ReferenceSession:
 class _Values:
     """The values of a run by name, as float64.
 
-    Those that are read last are on a shelf while there is no room for all.
+    Those that are read last are on a shelf if there is no room for all.
 
     Args:
         given: inputs and constants, which stay in memory.
@@ -171,7 +171,7 @@ class _Values:
             self._sizes |= {name: array.nbytes for name, array in made.items() if array.nbytes >= spilling.SMALLEST}
 
     def make_room(self, done: int) -> None:
-        """Spill what is read last while there is too much, after the part of a number has run."""
+        """Spill the values that are read last while there are too many, after a part has run."""
         if self._shelf is None:
             return
 
@@ -195,11 +195,11 @@ class _Values:
 
 
 def moved(model: ir.Model, size: float) -> ir.Model:
-    """Return a copy in which inputs, weights and results of arithmetic are moved, anew in each run.
+    """Return a copy in which inputs, weights and results of arithmetic are moved, differently in each run.
 
-    Each element is changed by a random relative amount of at most `size`. Whole numbers stay as they are: arithmetic on
-    them does not round. Results of nodes that choose or rearrange values stay too, and what is inside of subgraphs and
-    functions.
+    Each element is changed by a random relative amount of at most `size`. Integers stay as they are: arithmetic on them
+    does not round. Results of nodes that select or rearrange values stay too, and so does everything inside subgraphs
+    and functions.
     """
     copy = copy_model(model)
     graph = copy.graph
@@ -222,9 +222,10 @@ _ROUNDS = frozenset(("Ceil", "Floor", "Mod", "Round"))
 
 
 def with_own_decisions(model: ir.Model, feeds: Arrays, wide: Collection[str], source: str) -> ir.Model | None:
-    """Return a copy in which what follows from whole numbers alone is rounded and compared in the model's own types.
+    """Return a copy in which what depends on integers alone is rounded and compared in the model's own types.
 
-    A copy in float64 has constants that were rounded to a narrower type, and floor(log(8) / log(2)) is 2 or 3 by that.
+    A copy in float64 has constants that were rounded to a narrower type, which decide whether floor(log(8) / log(2)) is
+    2 or 3.
 
     Args:
         model: the model.
@@ -233,7 +234,7 @@ def with_own_decisions(model: ir.Model, feeds: Arrays, wide: Collection[str], so
         source: what to call it in messages.
 
     Returns:
-        None where nothing is decided so.
+        None if nothing is decided this way.
 
     Raises:
         GradfuseError: onnxruntime cannot run the model.
@@ -295,7 +296,7 @@ def _moving(value: ir.Value, size: float, seed: int) -> list[ir.Node]:
 
 
 class _Sessions:
-    """Opens onnxruntime sessions, one for all that compute the same, as layers of a network are mostly alike.
+    """Opens onnxruntime sessions, one for all parts that compute the same, as most layers of a network do.
 
     Args:
         model: the model whose nodes they run.
@@ -349,9 +350,9 @@ class _Sessions:
             library.register(options)
         options.log_severity_level = 4
         options.intra_op_num_threads = self._threads
-        # Each would keep what its largest results took, and there are as many sessions as kinds of layers.
+        # Each would keep the memory of its largest results, and there is one session per kind of layer.
         options.enable_cpu_mem_arena = False
-        # Threads that wait for work would take the time of those that have some.
+        # Threads that spin while they wait would take time from those that work.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         # The graph runs as it is written, and sessions of long graphs open several times faster.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -440,9 +441,10 @@ def _parts(model: ir.Model, outputs: Sequence[str]) -> list[_Part]:
 
 
 def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
-    """Yield the nodes that run one after the other, without too many large values in one run.
+    """Yield parts of nodes that run together, without too many large values in one run.
 
-    All that a run reads, and all that it makes for others, is in memory at once. Those for numpy are alone.
+    All that a run reads, and all that it makes for others, is in memory at once. Each node for numpy is a part of its
+    own.
     """
     sizes = {str(value.name): _elements(value) for node in model.graph for value in node.outputs}
     returned = {name: sizes.get(name, 0) for name in outputs}
@@ -470,14 +472,22 @@ def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
 
 
 def _make_views_late(graph: ir.Graph) -> None:
-    """Make what costs nothing to make where it is used, each time: else it is in memory all the while between.
+    """Recompute cheap values wherever they are used: otherwise they stay in memory in between.
 
-    That is large weights in another shape, which are there anyway, and in float64 what takes a byte an element.
+    These are reshaped large weights, which are in memory anyway, and float64 values made from one byte per element. A
+    cast to the type that a value already has, as bodies have them in float64, is the value itself.
     """
     given = {*graph.inputs, *graph.initializers.values()}
     for node in list(graph):
         source = node.inputs[0] if node.op_type in _VIEWS and not node.domain else None
-        if source is None or _elements(node.outputs[0]) <= _LARGE:
+        if source is None:
+            continue
+        is_same = node.op_type == "Cast" and node.attributes.get_int("to", 0) == source.dtype
+        if is_same and not node.outputs[0].is_graph_output():
+            ir.convenience.replace_all_uses_with(node.outputs[0], source)
+            graph.remove(node, safe=True)
+            continue
+        if _elements(node.outputs[0]) <= _LARGE:
             continue
         if source not in given and not (node.op_type == "Cast" and source.dtype in _BYTES):
             continue
@@ -524,7 +534,8 @@ def _kept(array: _Array) -> _Array:
 
 
 def _as_float64(array: _Array) -> _Array:
-    return array.astype(np.float64) if array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16 else array
+    is_float = array.dtype.kind == "f" or array.dtype == ml_dtypes.bfloat16
+    return array.astype(np.float64, copy=False) if is_float else array
 
 
 def _in_numpy(node: ir.Node) -> bool:
@@ -607,7 +618,7 @@ def _padded(x: _Array, pads: list[tuple[int, int]]) -> _Array:
 
 
 def _of_torch(name: str) -> Callable[..., _Array] | None:
-    """Return a function of PyTorch for arrays, where PyTorch is loaded anyway: it is many times faster than numpy."""
+    """Return a function of PyTorch for arrays, if PyTorch is loaded anyway: it is many times faster than numpy."""
     torch = sys.modules.get("torch")
     function = getattr(torch and torch.nn.functional, name, None) or getattr(torch, name, None)
     if torch is None or function is None:
@@ -616,7 +627,7 @@ def _of_torch(name: str) -> Callable[..., _Array] | None:
     def given(one: Any) -> Any:
         if not isinstance(one, np.ndarray):
             return one
-        # Without a copy, where PyTorch takes the memory.
+        # Without a copy, if PyTorch accepts the memory.
         return torch.from_numpy(one if one.flags.writeable and min(one.strides, default=0) >= 0 else one.copy())
 
     def compute(*arguments: Any) -> _Array:
@@ -647,7 +658,7 @@ def _conv_transpose(node: ir.Node, x: _Array, weight: _Array, bias: _Array | Non
 def _transposed(
     x: _Array, weight: _Array, group: int, strides: list[int], dilations: list[int], sizes: list[int]
 ) -> _Array:
-    """Return a ConvTranspose of such sizes, where nothing has been cut off."""
+    """Return a ConvTranspose of such sizes, before cropping."""
     rank, kernel = x.ndim - 2, weight.shape[2:]
     by_torch = _of_torch(f"conv_transpose{rank}d")
     if by_torch is not None:
@@ -677,7 +688,7 @@ def _average_pool(node: ir.Node, x: _Array) -> _Array:
         counted[...] = 1
     padded = np.pad(x, [(0, 0), (0, 0), *pads])
     if node.attributes.get_int("ceil_mode", 0):
-        # A last window may go over the end, if it begins before it.
+        # The last window may extend past the end if it begins before it.
         more = []
         for axis, (extent, stride) in enumerate(zip(extents, strides, strict=True)):
             size = padded.shape[2 + axis]

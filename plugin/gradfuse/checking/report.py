@@ -14,9 +14,9 @@ class OutputReport:
     Attributes:
         name: the output.
         dtype: its element type.
-        error: |second - reference|; infinite where only one of the two is NaN or infinite, or if shapes differ.
+        error: |second - reference|; infinite if only one of the two is NaN or infinite, or if shapes differ.
         bound: what the error may be there.
-        ok: no element was out of bounds; True too where `comparable` is False.
+        ok: no element was out of bounds; also True if `comparable` is False.
         comparable: False for an output that depends on an operator that draws random numbers.
     """
 
@@ -35,7 +35,7 @@ class CheckReport:
     Attributes:
         ok: every comparable output agrees in every run.
         runs: how many runs with random inputs were made.
-        outputs: one entry an output, in the model's order.
+        outputs: one entry per output, in the model's order.
         notes: what limits the check: outputs that are random, types that were replaced, models run in one thread.
     """
 
@@ -65,7 +65,7 @@ class CheckReport:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def summary(self) -> str:
-        """Return one line: the verdict, and the worst output where it is a bad one."""
+        """Return one line: the verdict, and the worst output if one is out of bounds."""
         wrong = [output for output in self.outputs if not output.ok]
         if not wrong:
             return str(self).split("\n", 1)[0]

@@ -154,13 +154,13 @@ def _of_recurrent_weights(
 
 @gradient("Gelu", domain=_MICROSOFT)
 def gelu(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     yield gelu_gradient(call, x, dy, "none")
 
 
 @gradient("FastGelu", domain=_MICROSOFT)
 def fast_gelu(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     bias = call.input(1)
     inner = x if bias is None else x + bias
     gradient_ = gelu_gradient(call, inner, dy, "tanh")
@@ -171,7 +171,7 @@ def fast_gelu(call: Call) -> Iterator[Gradient]:
 
 @gradient("BiasGelu", domain=_MICROSOFT)
 def bias_gelu(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     bias = call.x[1]
     assert bias is not None
     gradient_ = gelu_gradient(call, x + bias, dy, "none")
@@ -182,7 +182,7 @@ def bias_gelu(call: Call) -> Iterator[Gradient]:
 @gradient("QuickGelu", domain=_MICROSOFT)
 def quick_gelu(call: Call) -> Iterator[Gradient]:
     """x sigmoid(alpha x)."""
-    x, dy = _operands(call)
+    x, dy = call.operands()
     alpha = call.attribute("alpha", 1.702)
     s = (x * alpha).sigmoid()
     yield dy * (s + x * alpha * s * (1 - s))
@@ -191,7 +191,7 @@ def quick_gelu(call: Call) -> Iterator[Gradient]:
 @gradient("FusedMatMul", domain=_MICROSOFT, limits="no transposed batches, and no vectors")
 def fused_matmul(call: Call) -> Iterator[Gradient]:
     """alpha op(A) op(B), where op may transpose the last two axes."""
-    a, dy = _operands(call)
+    a, dy = call.operands()
     b = call.x[1]
     assert b is not None
     flags = [call.attribute(name, 0) for name in ("transA", "transB", "transBatchA", "transBatchB")]
@@ -223,7 +223,7 @@ _BITS = (2, 4, 8)
 )
 def matmul_n_bits(call: Call) -> Iterator[Gradient]:
     """x W^T + bias: the weight's own gradient is not given, nor those of its scales and zero points."""
-    _, dy = _operands(call)
+    _, dy = call.operands()
     bits, prepacked = call.attribute("bits", 4), call.attribute("weight_prepacked", 0)
     missing = [name for name in ("K", "N", "block_size") if call.attribute(name) is None]
     if missing or call.input(2) is None:
@@ -357,9 +357,3 @@ def _skip(
         if centred:
             yield lambda: None if dy is None or beta is None else call.summed_to(dy, beta, shape)
     yield lambda: None if bias is None else call.summed_to(gradient, bias, shape)
-
-
-def _operands(call: Call) -> tuple[Tensor, Tensor]:
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
-    return x, dy

@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from gradfuse.custom_ops.convolutions import MOST_SPATIAL
+from gradfuse.custom_ops.spatial import MOST_SPATIAL
 from gradfuse.differentiation.rules import FUSES, Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
 from gradfuse.differentiation.views import padded
@@ -177,7 +177,7 @@ def _by_operator(call: Call, window: Window, dy: Tensor, weight: Tensor, group: 
 
 @gradient("Conv")
 def conv(call: Call) -> Iterator[Gradient]:
-    x, weight, dy = _operands(call)
+    x, weight, dy = call.pair()
     window, group = Window(call, x, call.y[0], kernel_of(call, weight)), call.attribute("group", 1)
     if call.node.meta.get(FUSES) and _fits_operator(window):
         yield from _by_operator(call, window, dy, weight, group)
@@ -256,7 +256,7 @@ def _fuse_convolution(node: ir.Node, backward: ir.Node) -> None:
 @gradient("ConvTranspose", limits="with output_shape or auto_pad, a known size")
 def conv_transpose(call: Call) -> Iterator[Gradient]:
     """Input and output change places: the gradient of the input is a convolution."""
-    x, weight, dy = _operands(call)
+    x, weight, dy = call.pair()
     window, group = _transposed_window(call, x, kernel_of(call, weight)), call.attribute("group", 1)
     # The output padding is behind the last window, which a convolution leaves out by itself if it is below the stride.
     padding = call.attribute("output_padding", [0] * window.axes)
@@ -288,12 +288,6 @@ def _transposed_window(call: Call, x: Tensor, kernel: list[int]) -> Window:
         window.end[axis] = total - window.begin[axis]
     window.unused = window.behind()
     return window
-
-
-def _operands(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, dy = call.x[0], call.x[1], call.dy[0]
-    assert x is not None and weight is not None and dy is not None
-    return x, weight, dy
 
 
 @gradient("Col2Im")

@@ -27,7 +27,7 @@ class Differentiable:
         name: its name.
         by: "rule", or "body": by the operators of which ONNX defines it, "expansion": by
             those that gradfuse writes in its place, or "conversion", to a newer operator.
-        limits: what is not taken; empty: everything is.
+        limits: what is not supported; empty: everything is.
     """
 
     domain: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError, listed
 from gradfuse.models import reading
 from gradfuse.models.conversion import inline_functions, raise_opset
-from gradfuse.models.inlining import Names, captured_by, graphs_of, inline, put_branch
+from gradfuse.models.inlining import Names, captured_by, graphs_of, inline, put_branch, values_of
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import with_small_tensors_in_memory
 from gradfuse.passes import shapes
@@ -45,7 +45,7 @@ _OLD_GROUPS_OPSET, _GROUPS_OPSET = 18, 21
 PREFIX = "gradient/"
 
 METADATA_KEY = "gradfuse.gradients"
-"""The model's metadata with the name of each output that is a gradient, by the name of what it is taken by."""
+"""The metadata key for the name of each gradient output, by the name that it was taken with respect to."""
 
 _SMALL = 64
 """How many elements a constant has at most that a shape may depend on."""
@@ -68,12 +68,12 @@ def differentiate(
 
     Returns:
         The model, of the same kind, with an output `<name>.grad` for each name, of its shape and type, after its own
-        outputs and in the order of `wrt`. Where the model has that name already, it is `<name>.grad_2`: the model's
-        metadata `gradfuse.gradients` has the names of all, as JSON. The nodes of the forward model keep their names.
-        The result can be differentiated again.
+        outputs and in the order of `wrt`. If the model already has that name, it is `<name>.grad_2`. The model's
+        metadata `gradfuse.gradients` has all these names, as JSON. The nodes of the forward model keep their names. The
+        result can be differentiated again.
 
     Raises:
-        ArgumentError: a name is unknown or no float, `of` is not clear, or the output does not depend on a name.
+        ArgumentError: a name is unknown or not a float, `of` is ambiguous, or the output does not depend on a name.
         ModelError: the model cannot be read, or a node in between has no gradient rule; the text is one line.
     """
     with collection_paused():
@@ -399,15 +399,6 @@ def _outputs(graph: ir.Graph, of: str | None, seeds: Mapping[str, str] | None) -
         if seed in taken:
             raise ArgumentError(f"differentiate: the seed {seed!r} is taken by the model; expected a new name")
     return {outputs[name]: seed for name, seed in asked.items()}
-
-
-def values_of(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Yield all values of a graph and of those within it."""
-    for part in (graph, *graph.subgraphs()):
-        yield from part.inputs
-        yield from part.initializers.values()
-        for node in part:
-            yield from node.outputs
 
 
 def _seed(graph: ir.Graph, tape: Tape, value: ir.Value, name: str | None) -> Tensor:

@@ -29,40 +29,33 @@ refuse(
 )
 
 
-def _pair(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The operands and the gradient of a binary operator."""
-    a, b, dy = call.x[0], call.x[1], call.dy[0]
-    assert a is not None and b is not None and dy is not None
-    return a, b, dy
-
-
 # Arithmetic
 
 
 @gradient("Add", broadcasts=True)
 def add(call: Call) -> Iterator[Gradient]:
-    _, _, dy = _pair(call)
+    _, _, dy = call.pair()
     yield dy
     yield dy
 
 
 @gradient("Sub", broadcasts=True)
 def sub(call: Call) -> Iterator[Gradient]:
-    _, _, dy = _pair(call)
+    _, _, dy = call.pair()
     yield dy
     yield lambda: -dy
 
 
 @gradient("Mul", broadcasts=True)
 def mul(call: Call) -> Iterator[Gradient]:
-    a, b, dy = _pair(call)
+    a, b, dy = call.pair()
     yield lambda: dy * b
     yield lambda: dy * a
 
 
 @gradient("Div", broadcasts=True)
 def div(call: Call) -> Iterator[Gradient]:
-    _, b, dy = _pair(call)
+    _, b, dy = call.pair()
     yield lambda: dy / b
     yield lambda: -dy * call.y[0] / b
 
@@ -70,7 +63,7 @@ def div(call: Call) -> Iterator[Gradient]:
 @gradient("Pow", broadcasts=True)
 def pow_(call: Call) -> Iterator[Gradient]:
     """As torch: the derivative by the base is 0 for an exponent of 0, that by the exponent 0 for a base of 0."""
-    base, exponent, dy = _pair(call)
+    base, exponent, dy = call.pair()
     constant = call.constant(1)
 
     def by_base() -> Tensor:
@@ -97,7 +90,7 @@ def pow_(call: Call) -> Iterator[Gradient]:
 @gradient("Mod", broadcasts=True)
 def mod(call: Call) -> Iterator[Gradient]:
     """a - b floor(a / b), and with fmod a - b trunc(a / b)."""
-    a, b, dy = _pair(call)
+    a, b, dy = call.pair()
     yield dy
 
     def by_divisor() -> Tensor:
@@ -168,8 +161,7 @@ _SLOPES: Mapping[str, _Slope] = {
 
 
 def _by_slope(call: Call) -> Iterator[Gradient]:
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
+    x, dy = call.operands()
     yield dy * _SLOPES[call.node.op_type](call, x, call.y[0])
 
 
@@ -208,7 +200,7 @@ def thresholded_relu(call: Call) -> Iterator[Gradient]:
 
 @gradient("PRelu", broadcasts=True)
 def prelu(call: Call) -> Iterator[Gradient]:
-    x, slope, dy = _pair(call)
+    x, slope, dy = call.pair()
     positive = x > 0
     yield lambda: positive.where(dy, dy * slope)
     yield lambda: positive.where(dy.tape.constant(0.0, dy.dtype), dy * x)

@@ -22,8 +22,7 @@ def dft(call: Call) -> Iterator[Gradient]:
     Of a real input only the real part counts. Half a spectrum has zeros in the other half where it is the output; where
     it is the input, all but its ends stand for two.
     """
-    x, dy, tape = call.x[0], call.dy[0], call.tape
-    assert x is not None and dy is not None
+    (x, dy), tape = call.operands(), call.tape
     rank, inverse, half = call.rank(x), call.attribute("inverse", 0), call.attribute("onesided", 0)
     axis: int | Tensor = int(call.attribute("axis", 1)) % rank
     at = tape.ints(int(call.attribute("axis", 1)) % rank)

@@ -32,7 +32,7 @@ def mark_embeddings(graph: ir.Graph) -> None:
 @gradient("Gather")
 def gather(call: Call) -> Iterator[Gradient]:
     """Rows of the gradient are added up where their indices say."""
-    x, dy = _operands(call)
+    x, dy = call.operands()
     indices, rank = call.x[1], call.rank(x)
     assert indices is not None
     axis = call.attribute("axis", 0) % rank
@@ -81,7 +81,7 @@ def _added(call: Call, x: Tensor, dy: Tensor, indices: Tensor, axis: int) -> Ten
 
 @gradient("GatherElements")
 def gather_elements(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     indices, axis = call.x[1], call.attribute("axis", 0)
     assert indices is not None
     shape = indices.value.shape
@@ -134,7 +134,7 @@ def _places_of_rows(call: Call, indices: Tensor, axis: int) -> Tensor | None:
 
 @gradient("GatherND")
 def gather_nd(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     indices, last = call.x[1], call.node.inputs[1]
     assert indices is not None and last is not None
     if not call.attribute("batch_dims", 0) and last.shape is not None and last.shape[-1] == 1:
@@ -146,7 +146,7 @@ def gather_nd(call: Call) -> Iterator[Gradient]:
 
 @gradient("ScatterElements", "Scatter")
 def scatter_elements(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     indices, updates = call.x[1], call.x[2]
     assert indices is not None and updates is not None
     axis, reduction = call.attribute("axis", 0), call.attribute("reduction", "none")
@@ -167,7 +167,7 @@ def scatter_elements(call: Call) -> Iterator[Gradient]:
 
 @gradient("ScatterND")
 def scatter_nd(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     indices, updates = call.x[1], call.x[2]
     assert updates is not None
     reduction = call.attribute("reduction", "none")
@@ -222,7 +222,7 @@ def _of_reduced(
 @gradient("TensorScatter", fixed=[2])
 def tensor_scatter(call: Call) -> Iterator[Gradient]:
     """Of the past, what was not written over; of the update, what is found at the places that it was written to."""
-    past, dy = _operands(call)
+    past, dy = call.operands()
     update, begin, tape = call.x[1], call.input(2), call.tape
     assert update is not None
     rank = call.rank(past)
@@ -243,13 +243,13 @@ def tensor_scatter(call: Call) -> Iterator[Gradient]:
 
 @gradient("TopK")
 def top_k(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     yield x.zeros().op("ScatterElements", call.y[1], dy, axis=call.attribute("axis", -1))
 
 
 @gradient("Compress")
 def compress(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     positions = positions_of(call, x).op("Compress", call.x[1], axis=call.attribute("axis"))
     yield scattered(call, positions, dy, x)
 
@@ -265,9 +265,3 @@ def one_hot(call: Call) -> Iterator[Gradient]:
     yield None
     on = (dy * hot).sum(None, keepdims=False).reshape([1])
     yield call.tape.concat([dy.sum(None, keepdims=False).reshape([1]) - on, on])
-
-
-def _operands(call: Call) -> tuple[Tensor, Tensor]:
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
-    return x, dy

@@ -26,7 +26,7 @@ _DOMAIN = "gradfuse.loss"
 
 @dataclasses.dataclass(frozen=True)
 class AppendedLoss:
-    """What came of a loss behind an output.
+    """A loss that was appended to an output.
 
     Attributes:
         result: its value.
@@ -117,7 +117,7 @@ def behind(outputs: Sequence[ir.Value], loss: Any, graph: ir.Graph, opset: int) 
 
 
 def require_scalar(result: ir.Value, outputs: Collection[ir.Value]) -> None:
-    """Refuse a loss that is no float, or of more than one element.
+    """Refuse a loss that is not a float, or has more than one element.
 
     Raises:
         ArgumentError: it is refused.

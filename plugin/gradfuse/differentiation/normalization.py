@@ -250,8 +250,7 @@ def rms_normalization(call: Call) -> Iterator[Gradient]:
 @gradient("LpNormalization")
 def lp_normalization(call: Call) -> Iterator[Gradient]:
     """x / |x|, with the 1-norm or the 2-norm along an axis; 0 where the norm is 0."""
-    x, dy, y = call.x[0], call.dy[0], call.y[0]
-    assert x is not None and dy is not None
+    (x, dy), y = call.operands(), call.y[0]
     axis = [call.attribute("axis", -1) % call.rank(x)]
     along = (dy * y).sum(axis)
     if call.attribute("p", 2) == 2:
@@ -264,8 +263,7 @@ def lp_normalization(call: Call) -> Iterator[Gradient]:
 @gradient("LRN")
 def lrn(call: Call) -> Iterator[Gradient]:
     """x / s^beta, where s is bias + alpha / size times the sum of x^2 over neighbouring channels."""
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
+    x, dy = call.operands()
     size, alpha = call.attribute("size"), call.attribute("alpha", 1e-4)
     beta, bias = call.attribute("beta", 0.75), call.attribute("bias", 1.0)
     before, behind = (size - 1) // 2, size // 2

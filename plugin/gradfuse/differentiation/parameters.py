@@ -50,20 +50,20 @@ _FIXED: Mapping[tuple[str, str], Collection[int]] = {
     (_MICROSOFT, "GroupQueryAttention"): {3, 4, 7, 8},
     (_MICROSOFT, "RotaryEmbedding"): {2, 3},
 }
-"""Inputs for settings and tables: what is stored for them is no parameter."""
+"""Inputs for settings and tables: tensors stored for them are not parameters."""
 _STATES: Mapping[str, Collection[int]] = {"GRU": {5}, "LSTM": {5, 6}, "RNN": {5}}
 _JOINING = {"Add", "Concat", "Sum", "Mean", "Max", "Min"}
 _MADE = re.compile(r"onnx::|/|val_\d|(scalar|lifted|_)_?tensor|ortshared_|(full|ones|zeros)\b")
 """How names begin that exporters and optimizers make up."""
 _MADE_AT_END = re.compile(r"_output_\d+$|const_fold_opt|(_default|Constant)(_\d+)?$")
 _FEW = 8
-"""From how many elements on it is no accident that numbers follow a formula."""
+"""From this many elements on, numbers do not follow a formula by accident."""
 _LOOKED_AT = 256
 """In how many rows and columns a formula is looked for."""
 _NEAR = 1e-4
 """How far numbers may be from a formula, of their size."""
 _MASKING = 1e4
-"""What attention is masked by is at least so large, and no weight is."""
+"""Attention masks hold numbers at least this large, and weights do not."""
 _MERGED_AT_MOST = 1024
 """How many elements a tensor has at most that torch's newer exporter merges with an equal one."""
 _LEAVES: Mapping[tuple[str, int], str] = {
@@ -80,12 +80,12 @@ _LEAVES: Mapping[tuple[str, int], str] = {
 
 
 class Verdict(enum.Enum):
-    """What a stored tensor is taken for."""
+    """The role of a stored tensor."""
 
     PARAMETER = "parameter"
     NUMBER = "number"
     DOUBTFUL = "doubtful"
-    """A number by what it looks like, of which the caller is told."""
+    """A number by its looks; the caller is warned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +94,13 @@ class Choice:
 
     Attributes:
         names: those of their initializers.
-        left_out: what is taken for numbers though it may be meant to train.
+        left_out: tensors that are treated as numbers though they may be meant to train.
         shared: parameters that several layers read.
         copies: parameter -> another one of its values, or of those transposed.
         parts: a parameter that the caller has named -> tensors that other layers read in its place, which stay.
         doubled: nodes that add or join two values, which are one that is trained.
         named: whether the caller has named the parameters.
-        weights: what else of the model are weights, and running statistics: what stays as it is.
+        weights: the model's other weights, and running statistics, which stay as they are.
     """
 
     names: list[str]
@@ -295,7 +295,7 @@ def _recurs(array: npt.NDArray[Any]) -> bool:
 
 
 def separate(store: Store) -> None:
-    """Give each layer tensors of its own where a file has one for several, as exporters merge those that are equal.
+    """Give each layer tensors of its own if a file has one for several, because exporters merge equal ones.
 
     Running statistics get initializers of their own. Other tensors do where they are filled with one number, as those
     of layers are that were not trained yet; what one layer reads several times stays one.
@@ -576,7 +576,7 @@ def _is_shared(store: Store, value: ir.Value) -> bool:
     if array.ndim == 1:
         if len(store.layers(value, uses)) > 1:
             return True
-        # They read one weight, it seems; but what was merged may be of layers that share a weight alone.
+        # They seem to read one weight; but merged tensors may come from layers that share only a weight.
         return is_filled(array) and any(not is_cut(*reader) and not _module_of(store, *reader) for reader in uses)
     if store.producer != "pytorch":
         return False

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse.custom_ops.max_pool_backward import MOST_SPATIAL
+from gradfuse.custom_ops.spatial import MOST_SPATIAL
 from gradfuse.differentiation.convolutions import Window
 from gradfuse.differentiation.rules import FUSES, Call, Gradient, gradient
 from gradfuse.differentiation.tensors import Tensor
@@ -21,7 +21,7 @@ _KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.
 @gradient("MaxPool")
 def max_pool(call: Call) -> Iterator[Gradient]:
     """The first of equal maxima gets the gradient, as in torch."""
-    x, dy = _operands(call)
+    x, dy = call.operands()
     node = call.node
     if (options := _of_operator(call, x)) is not None:
         node.resize_outputs(1)
@@ -86,7 +86,7 @@ def _begin_in_image(call: Call, window: Window) -> bool:
 
 @gradient("AveragePool")
 def average_pool(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     window = Window(call, x, call.y[0], call.attribute("kernel_shape"), pooling=True)
     shares = dy / _count(window)
     yield shares.expand(call.shape(x)) if _covers_image(window) else _spread_in_channels(window, shares)
@@ -169,7 +169,7 @@ def _spread_in_channels(window: Window, values: Tensor) -> Tensor:
 
 @gradient("GlobalAveragePool")
 def global_average_pool(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     count = x.op("Shape", start=2).op("ReduceProd", keepdims=0).cast(dy.dtype)
     yield (dy / count).expand(call.shape(x))
 
@@ -177,7 +177,7 @@ def global_average_pool(call: Call) -> Iterator[Gradient]:
 @gradient("GlobalMaxPool")
 def global_max_pool(call: Call) -> Iterator[Gradient]:
     """Equal maxima share the gradient, as in torch.amax."""
-    x, dy = _operands(call)
+    x, dy = call.operands()
     hits = x.equals(call.y[0]).cast(dy.dtype)
     yield dy / hits.sum(list(range(2, call.rank(x)))) * hits
 
@@ -185,7 +185,7 @@ def global_max_pool(call: Call) -> Iterator[Gradient]:
 @gradient("LpPool")
 def lp_pool(call: Call) -> Iterator[Gradient]:
     """(sum of |x|^p)^(1/p)."""
-    x, dy = _operands(call)
+    x, dy = call.operands()
     p, y = call.attribute("p", 2), call.y[0]
     window = Window(call, x, y, call.attribute("kernel_shape"), pooling=True)
     share = (dy * y.op("Pow", 1.0 - p)).masked(y > 0)
@@ -195,16 +195,10 @@ def lp_pool(call: Call) -> Iterator[Gradient]:
 
 @gradient("GlobalLpPool")
 def global_lp_pool(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     p, y = call.attribute("p", 2), call.y[0]
     share = (dy * y.op("Pow", 1.0 - p)).masked(y > 0)
     yield share * x.sign() * x.op("Abs").op("Pow", p - 1.0)
-
-
-def _operands(call: Call) -> tuple[Tensor, Tensor]:
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
-    return x, dy
 
 
 @gradient("MaxUnpool", limits="no output_shape")

@@ -17,8 +17,7 @@ class _Reduction:
     """A reduction: its input, its output and the output's gradient with the reduced axes kept as 1."""
 
     def __init__(self, call: Call) -> None:
-        x, dy = call.x[0], call.dy[0]
-        assert x is not None and dy is not None
+        x, dy = call.operands()
         self.call, self.x = call, x
         self.axes = self._axes()
         self.y, self.dy = self._kept(call.y[0]), self._kept(dy)
@@ -151,8 +150,7 @@ def cum_sum(call: Call) -> Iterator[Gradient]:
 @gradient("Det", limits="time grows with the fifth power of the size")
 def det(call: Call) -> Iterator[Gradient]:
     """The cofactors, which singular matrices have as well: determinants with one row replaced by a unit vector."""
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
+    x, dy = call.operands()
     tape = call.tape
     places = tape.op("Range", tape.constant(0), x.size(-1).squeeze(0), tape.constant(1))
     units = places.unsqueeze(0).equals(places.unsqueeze(1))

@@ -54,8 +54,8 @@ class Entry:
     Attributes:
         rule: the rule; None for an operator whose derivative is 0 wherever it has one, or that has none.
         broadcasts: whether inputs broadcast: the rule gives gradients of the output's shape, which are summed.
-        limits: what the rule does not take, for `gradfuse ops --differentiable`; empty: it takes everything.
-        fixed: the inputs that get no gradient although they are floats, such as the weights of classes.
+        limits: what the rule does not support, for `gradfuse ops --differentiable`; empty: it supports everything.
+        fixed: the inputs that get no gradient although they are floats, such as class weights.
         refused: why a gradient through the operator is an error; empty: it is not.
     """
 
@@ -130,6 +130,18 @@ class Call:
     def input(self, index: int) -> Tensor | None:
         """Return an input; None where it is left out."""
         return self.x[index] if index < len(self.x) else None
+
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """Return the first input and the gradient of the first output, where both are there."""
+        x, dy = self.x[0], self.dy[0]
+        assert x is not None and dy is not None
+        return x, dy
+
+    def pair(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first two inputs and the gradient of the first output, where all are there."""
+        a, b, dy = self.x[0], self.x[1], self.dy[0]
+        assert a is not None and b is not None and dy is not None
+        return a, b, dy
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """Return the value of an attribute: a number, a string, a list; `default` where the node has none."""

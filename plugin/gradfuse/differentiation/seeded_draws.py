@@ -11,12 +11,11 @@ import onnx.parser
 import onnx_ir as ir
 
 from gradfuse.custom_ops.draws import MASK, UNIFORM, threshold
-from gradfuse.differentiation.differentiate import values_of
 from gradfuse.differentiation.rules import constant_of
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.errors import ArgumentError
 from gradfuse.models.conversion import raise_opset
-from gradfuse.models.inlining import inline
+from gradfuse.models.inlining import inline, values_of
 from gradfuse.training.step import DROPOUT_SEED
 
 OLDEST_OPSET = 18

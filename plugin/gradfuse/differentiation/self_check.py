@@ -1,4 +1,4 @@
-"""Compares the gradients of a step with differences of its loss along random directions."""
+"""Compares the gradients of a step with finite differences of its loss along random directions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ATTEMPTS = 6
 """How many batches are drawn, of growing sizes, until the model runs on one."""
 _DIRECTIONS = 3
 _MOVED = 1e-2
-"""Parameters are moved by this share of themselves: those of a fresh model lie at kinks."""
+"""Parameters are moved by this fraction of themselves: those of a fresh model lie at kinks."""
 _LEAST_SHARE = 1e-4
 """A direction weighs parameters so that none changes the loss by more than this share of the largest change."""
 _NUDGES = 2
@@ -81,7 +81,7 @@ def check_gradients(
     Raises:
         ArgumentError: the loss depends on random numbers, or the batch is not what the step takes.
         ModelError: the step does not run, or the loss is not finite.
-        CheckError: a gradient is not that of the differences.
+        CheckError: a gradient does not agree with the differences.
     """
     if LOSS in random_outputs(model):
         raise ArgumentError(f"{_WHO}: the loss depends on random numbers; expected none")
@@ -159,7 +159,7 @@ def check_forward(given: ir.Model, model: ir.Model, batch: Mapping[str, Any] | N
 
 
 def _is_same(got: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> bool:
-    """Tell whether outputs of one model agree, as far as decisions within rounding let them."""
+    """Return whether outputs of one model agree, except for decisions within rounding."""
     if not _is_float(wanted):
         return True
     share = _SAME if wanted.dtype.itemsize > 2 else _SAME_NARROW
@@ -193,7 +193,7 @@ class _Point:
         by_gradients = sum(parts)
         by_differences, uncertain = self._by_differences(direction)
         allowed = 4 * uncertain + self.precision.trusted * (sum(map(abs, parts)) + abs(by_differences))
-        # A difference that is no number is an error too.
+        # A difference that is NaN is an error too.
         return None if abs(by_gradients - by_differences) <= allowed else (by_differences, by_gradients)
 
     def _direction(self, names: Iterable[str], rng: np.random.Generator) -> Arrays:

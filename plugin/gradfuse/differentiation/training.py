@@ -29,7 +29,6 @@ from gradfuse.differentiation.differentiate import (
     infer,
     inlined,
     named_output,
-    values_of,
 )
 from gradfuse.differentiation.fused_attention import LEFT
 from gradfuse.differentiation.indexing import mark_embeddings
@@ -45,6 +44,7 @@ from gradfuse.errors import ArgumentError, listed
 from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
+from gradfuse.models.inlining import values_of
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
 from gradfuse.optimizers import averaging, described, loss_scaling
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 _WHO = "build_training_step"
 _PASSING = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators that pass on what they take."""
+"""Operators that pass their input on."""
 
 
 def build_training_step(
@@ -93,79 +93,78 @@ def build_training_step(
     """Make a training step from a forward model in ONNX, without PyTorch.
 
     The parameters are the weights that the model stores and the loss depends on: in initializers, and in Constant nodes
-    under the names of their outputs. Single numbers, masks and tables are none unless `trainable` names them, and
-    running statistics of BatchNormalization never are: docs/onnx-training.md has the rule. A tensor filled with one
-    number that several layers read, as exporters merge equal ones, is divided among them.
+    under the names of their outputs. Single numbers, masks and tables are not parameters unless `trainable` names them,
+    and running statistics of BatchNormalization never are: docs/onnx-training.md has the rule. Exporters merge equal
+    tensors: one that is filled with one number and read by several layers is divided among them.
 
     Args:
         model: a path, an `onnx.ModelProto`, an `onnx_ir.Model` or a `torch.onnx.ONNXProgram`.
         loss: what is minimised: "cross_entropy", "mse", "l1", "huber", "bce_with_logits", "nll", "ctc" or an object of
-            `gradfuse.losses`, of the model's only float output, or its first; of probabilities "bce" and
-            "sparse_categorical_crossentropy". Or an ONNX model or onnxscript function (outputs, targets) -> scalar,
-            whose first inputs are outputs of their names, or the first float output, and whose others become targets of
-            their names; its initializers are constants. None: the model's own scalar output. A dictionary output ->
-            name or object, or a list of these in the order of the float outputs: the sum of several. Their targets are
-            `<output>.target`, which `TrainingSession.step` takes as {output: target}; each is an output `<output>.loss`
-            of the step.
-        trainable: names of stored tensors to train, or patterns as of `fnmatch`; None: all parameters. A pattern takes
-            parameters, and where it matches none of them whatever else it matches.
+            `gradfuse.losses`, applied to the model's first float output; for probabilities "bce" and
+            "sparse_categorical_crossentropy". Or an ONNX model or onnxscript function (outputs, targets) -> scalar: its
+            first inputs are outputs of the same names, or the first float output; the others become targets under their
+            names; its initializers are constants. None: the model's own scalar output. A dictionary output -> name or
+            object, or a list of these in the order of the float outputs: the sum of several. Their targets are
+            `<output>.target`, which `TrainingSession.step` takes as {output: target}; each loss is an output
+            `<output>.loss` of the step.
+        trainable: names of stored tensors to train, or patterns as of `fnmatch`; None: all parameters. A pattern
+            selects parameters, or, if it matches none, any other tensors that it matches.
         frozen: names or patterns of tensors that stay as they are.
-        tie: name of a stored tensor -> that of another one of its values, or of those transposed: they train as one,
-            which has the second name.
+        tie: name of a stored tensor -> that of another with the same values, possibly transposed: they train as one,
+            under the second name.
         optimizer: an object of `gradfuse.optimizers`; or a dictionary from names or patterns of parameters to one each,
-            where "*" stands for all others: each is a parameter group of the step. None: the step ends at the
-            gradients.
-        train_batch_norm: whether BatchNormalization takes the statistics of the batch and updates the running ones,
-            which are then buffers of the step; else only nodes in training mode do, and the others take the model's,
-            which stay as they are. Scale and bias train either way.
+            where "*" means all others: each is a parameter group of the step. None: the step ends at the gradients.
+        train_batch_norm: whether every BatchNormalization uses the statistics of the batch and updates the running
+            ones, which are then buffers of the step. Otherwise only nodes in training mode do; the others use the
+            model's statistics, which do not change. Scale and bias train either way.
         max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over all parameters; None: no clipping.
-        accumulate: of how many calls the gradients are averaged for one update.
+        accumulate: over how many calls the gradients are averaged for one update.
         grad_scaler: the loss is scaled as with this `gradfuse.optimizers.GradScaler` or `torch.amp.GradScaler`, and an
             update whose gradients are not finite is skipped. None, or one that is not enabled: the loss is not scaled.
         average: `gradfuse.optimizers.EMA` or `SWA`: the parameters are averaged over the updates, for
             `TrainingSession.evaluate(averaged=True)` and the like. None: they are not.
         run_time: which hyperparameters are inputs beside the learning rate, so that sessions may change them between
             updates: "weight_decay", "betas", "eps", "momentum", "alpha" (of RMSprop), "rho" (of Adadelta), by
-            parameter group; and "max_grad_norm". All but the last, and the weight decay of SGD, Adam and AdamW, take
-            nodes in the place of the operators that update in one pass.
+            parameter group; and "max_grad_norm". All but the last, and the weight decay of SGD, Adam and AdamW, replace
+            the operators that update in one pass by plain nodes.
         frozen_inputs: whether weights that do not train, and running statistics of BatchNormalization, are inputs too,
-            so that `TrainingSession.load_state_dict` and `load` take other values for them; else they are constants.
-        fuse: whether the step is fused, as by `gradfuse.fuse`.
-        check: whether derivatives of the loss along random directions are compared with its differences, in float64
-            where that is possible, on a random batch; or the batch to do so on: input or target -> array.
+            so that `TrainingSession.load_state_dict` and `load` can replace them; otherwise they are constants.
+        fuse: whether to fuse the step, as `gradfuse.fuse` does.
+        check: whether to compare derivatives of the loss along random directions with finite differences, in float64 if
+            possible, on a random batch; or the batch to use: input or target -> array.
         float64: whether the update computes its scalars, such as Adam's bias correction, in float64, as PyTorch does.
             False, with `fuse=False`: in float32, a few roundings apart, for runtimes without float64, such as WebGPU.
-        loss_weights: output -> what its loss is multiplied by in the sum of several; 1 where it is not there.
-        outputs: names of values of the model that the step gives beside its loss, as `TrainingSession.outputs`.
-        input_gradients: names of float inputs of the model whose gradients the step gives, as `<input>.grad`.
-        train_inputs: input of the model -> the array that it begins at: it trains as a parameter, with those of
-            `trainable`, which may be [] then.
+        loss_weights: output -> the weight of its loss in the sum of several; 1 by default.
+        outputs: names of values of the model that the step returns beside its loss, as `TrainingSession.outputs`.
+        input_gradients: names of float inputs of the model whose gradients the step returns, as `<input>.grad`.
+        train_inputs: input of the model -> its initial array: it trains as a parameter, beside those of `trainable`,
+            which may then be [].
         straight_through: whether gradients pass pairs of QuantizeLinear and DequantizeLinear as in quantisation-aware
-            training: unchanged, and 0 where a number is cut off, as those of torch.fake_quantize_per_tensor_affine.
-            Their scales and zero points stay as they are. Not with `check`, as these are no derivatives.
-        dynamic_batch: whether a batch that is fixed in the model becomes free first, as by
-            `gradfuse.make_batch_dynamic`; or input -> the axis of the batch, which is 0 elsewhere, or None.
+            training: unchanged, and 0 where a number saturates, as in torch.fake_quantize_per_tensor_affine. Their
+            scales and zero points stay as they are. Not with `check`, as these are not derivatives.
+        dynamic_batch: whether to make a fixed batch dynamic first, as by `gradfuse.make_batch_dynamic`; or input -> the
+            axis of the batch, 0 by default, or None.
         memory_budget: the most memory that a run may take beside parameters, state and batch: bytes, a text such as
-            "512MiB", or a share up to 1.0 of what it would take; activations are computed again for it, and the step
-            is run in onnxruntime to compare the bits; see `gradfuse.passes.RecomputePass`. None: all are kept.
-        memory_sizes: symbolic dimension -> its size, which a budget in bytes counts with.
+            "512MiB", or a fraction, up to 1.0, of what it would take. The step recomputes activations, and is run in
+            onnxruntime to compare the bits; see `gradfuse.passes.RecomputePass`. None: keep all activations.
+        memory_sizes: symbolic dimension -> its size, which a budget in bytes needs.
 
     Returns:
         The step. Its inputs are those of the model, its targets those that the loss adds. The parameters have the names
-        of the initializers; a step's own input or output of such a name gets another, which `own_name` tells. Its
-        evaluation model is the model itself.
+        of the initializers; if a step's own input or output has such a name, it gets another, which `own_name` returns.
+        Its evaluation model is the model itself.
 
     Raises:
-        ArgumentError: the loss does not fit the output, a name that the step needs is taken, a pattern matches nothing
+        ArgumentError: the loss does not fit the output, a name that the step needs is in use, a pattern matches nothing
             or running statistics, or an option is out of range.
         ModelError: the model cannot be read, a node in between has no gradient rule, or with `dynamic_batch` one fixes
             the batch; the text is one line.
-        CheckError: a gradient is not that of the differences.
+        CheckError: a gradient does not agree with the finite differences.
 
     Warns:
-        UserWarning: several layers read a vector that trains, as after an exporter has merged equal initializers; one
-            weight has the values of another one; what may be a parameter stays as it is; the model ends in a softmax or
-            the like, and the loss takes logits; or the loss leaves out outputs.
+        UserWarning: several layers read a trainable vector, as after an exporter has merged equal initializers; one
+            weight has the values of another; a tensor that may be a parameter stays constant; the model ends in a
+            softmax or the like, but the loss takes logits; or the loss ignores outputs.
     """
     criterion = _criterion(loss, loss_weights)
     if not (criterion is None or isinstance(criterion, losses.Loss | _Sum) or loss_models.is_model(criterion)):
@@ -286,7 +285,7 @@ class _Sum:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What a step is to give and to train besides.
+    """Further outputs and parameters that the caller requests.
 
     Attributes:
         outputs: the names of values that become outputs.
@@ -618,12 +617,12 @@ def _kept_outputs(graph: ir.Graph, extra: Mapping[str, ir.Value], loss: ir.Value
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A loss that was put behind a model.
+    """A loss that was appended to a model.
 
     Attributes:
         result: its value.
         targets: the names of the inputs that it has added.
-        parts: what it is the sum of, by name; empty where it is one.
+        parts: the losses that it is the sum of, by name; empty if it is a single one.
         of: what it is taken of, the loss that is taken, and the name of the first target.
         nesting: that of the targets as arguments; None: each is one itself.
     """
@@ -636,7 +635,7 @@ class _Found:
 
 
 def _loss(work: ir.Model, tape: Tape, criterion: Any, ends: Sequence[ir.Value]) -> _Found:
-    """Put the loss behind outputs of the model, its `ends`."""
+    """Append the loss to outputs of the model, its `ends`."""
     graph = work.graph
     floats = [value for value in ends if value.dtype in FLOATS]
     if not floats:
@@ -658,7 +657,7 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any, ends: Sequence[ir.Value]) 
 
 
 def _sum(graph: ir.Graph, tape: Tape, criterion: _Sum, floats: Sequence[ir.Value]) -> _Found:
-    """Put several losses and their sum behind outputs."""
+    """Append several losses and their sum to outputs."""
     total: Tensor | None = None
     parts: dict[str, ir.Value] = {}
     of: list[tuple[ir.Value, losses.Loss, str]] = []
@@ -691,7 +690,7 @@ def _sum(graph: ir.Graph, tape: Tape, criterion: _Sum, floats: Sequence[ir.Value
 def _loss_of_output(
     graph: ir.Graph, tape: Tape, output: ir.Value, criterion: losses.Loss, prefix: str
 ) -> tuple[ir.Value, list[str]]:
-    """Put a loss behind an output; return it and the names of the inputs that it has added, with a prefix."""
+    """Append a loss to an output; return it and the names of the inputs that it has added, with a prefix."""
     if output.shape is None:
         raise ArgumentError(f"{_WHO}: the rank of the output {output.name!r} is unknown; expected a model with shapes")
     name = type(criterion).__name__
@@ -754,7 +753,7 @@ _FITTING = {
 
 
 def _warn_of_activation(output: ir.Value, criterion: losses.Loss, stacklevel: int) -> None:
-    """Tell the caller of a loss of logits behind a softmax and the like, which trains, but worse."""
+    """Warn the caller of a loss of logits after a softmax or the like, which trains, but worse."""
     node = output.producer()
     while node is not None and not node.domain and node.op_type in _PASSING and node.inputs[0] is not None:
         node = node.inputs[0].producer()

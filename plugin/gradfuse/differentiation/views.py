@@ -32,13 +32,13 @@ def positions_of(call: Call, x: Tensor) -> Tensor:
 
 @gradient("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 def reshape(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     yield dy.reshape(call.shape(x))
 
 
 @gradient("Transpose")
 def transpose(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     perm = call.attribute("perm")
     if perm is None:
         perm = list(reversed(range(call.rank(x))))
@@ -47,14 +47,14 @@ def transpose(call: Call) -> Iterator[Gradient]:
 
 @gradient("Expand")
 def expand(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     yield call.summed_to(dy, x, call.y[0])
 
 
 @gradient("Tile")
 def tile(call: Call) -> Iterator[Gradient]:
     """With every axis split into repeats and elements, the repeats are summed."""
-    x, dy = _operands(call)
+    x, dy = call.operands()
     repeats, rank = call.x[1], call.rank(x)
     assert repeats is not None
     if not rank:
@@ -87,7 +87,7 @@ def split(call: Call) -> Iterator[Gradient]:
 
 @gradient("Slice")
 def slice_(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     starts, steps, axes = call.input(1), call.constant(4), call.constant(3)
     assert starts is not None
     count = call.constant(1)
@@ -141,7 +141,7 @@ def padded(call: Call, tensor: Tensor, axes: Tensor, begin: Tensor, end: Tensor,
 
 @gradient("Pad")
 def pad(call: Call) -> Iterator[Gradient]:
-    x, dy = _operands(call)
+    x, dy = call.operands()
     pads, axes = call.x[1], call.input(3)
     assert pads is not None
     if call.attribute("mode", "constant") == "constant":
@@ -158,7 +158,7 @@ def pad(call: Call) -> Iterator[Gradient]:
 
 @gradient("DepthToSpace")
 def depth_to_space(call: Call) -> Iterator[Gradient]:
-    _, dy = _operands(call)
+    _, dy = call.operands()
     block = call.attribute("blocksize")
     depth = dy.op("SpaceToDepth", blocksize=block)
     if call.attribute("mode", "DCR") == "DCR":
@@ -173,27 +173,27 @@ def depth_to_space(call: Call) -> Iterator[Gradient]:
 
 @gradient("SpaceToDepth")
 def space_to_depth(call: Call) -> Iterator[Gradient]:
-    _, dy = _operands(call)
+    _, dy = call.operands()
     yield dy.op("DepthToSpace", blocksize=call.attribute("blocksize"), mode=call.attribute("mode"))
 
 
 @gradient("ReverseSequence")
 def reverse_sequence(call: Call) -> Iterator[Gradient]:
-    _, dy = _operands(call)
+    _, dy = call.operands()
     axes = {name: call.attribute(name) for name in ("batch_axis", "time_axis")}
     yield dy.op("ReverseSequence", call.x[1], **axes)
 
 
 @gradient("Trilu")
 def trilu(call: Call) -> Iterator[Gradient]:
-    _, dy = _operands(call)
+    _, dy = call.operands()
     yield dy.op("Trilu", call.input(1), upper=call.attribute("upper", 1))
 
 
 @gradient("Resize", limits="no policy that keeps the aspect ratio", fixed=[1, 2])
 def resize(call: Call) -> Iterator[Gradient]:
     """Each axis is resized by a matrix: what Resize makes of the unit vectors. The gradient is multiplied by it."""
-    x, dy = _operands(call)
+    x, dy = call.operands()
     mode = call.attribute("coordinate_transformation_mode", "half_pixel")
     crops = mode == "tf_crop_and_resize"
     if call.attribute("keep_aspect_ratio_policy", "stretch") != "stretch":
@@ -233,9 +233,3 @@ def resize(call: Call) -> Iterator[Gradient]:
         product = dy.transpose(order).matmul(matrix.transpose([1, 0]))
         dy = product.transpose([order.index(k) for k in range(rank)])
     yield dy
-
-
-def _operands(call: Call) -> tuple[Tensor, Tensor]:
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
-    return x, dy

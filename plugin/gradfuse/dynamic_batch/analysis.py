@@ -1,6 +1,6 @@
-"""Where the batch of a model is in each value, and what must change so that it may have any size.
+"""Where the batch of a model is in each value, and what must change to make it dynamic.
 
-Every rule keeps one promise: each row of what a node gives is what the node gives of that row alone. A node that mixes
+Every rule guarantees that each row of a node's results is what the node computes from that row alone. A node that mixes
 rows, or that has no rule, is refused by its name.
 """
 
@@ -20,7 +20,7 @@ from gradfuse.models.inlining import captured_by, graphs_of
 from gradfuse.passes.propagation import Facts, Size, Sizes
 
 _MOST_RUNS = 256
-"""So often, at most, the graph is followed, where a view leaves open which of several axes of 1 is the batch."""
+"""How often, at most, the graph is analysed if a view leaves open which of several axes of 1 is the batch."""
 
 
 class Refused(Exception):
@@ -33,7 +33,7 @@ class Refused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Old:
-    """An element of a shape that stays what it was."""
+    """An element of a shape that does not change."""
 
     index: int
 
@@ -75,7 +75,7 @@ Counts: TypeAlias = "npt.NDArray[np.object_]"
 
 @dataclasses.dataclass
 class Followed:
-    """What is known of the batch in a graph.
+    """What is known about the batch in a graph.
 
     Attributes:
         graph: the graph of the model.
@@ -84,10 +84,10 @@ class Followed:
         layouts: value -> where the batch is; values that do not depend on it are not there.
         counts: value -> its elements, where some are multiples of the batch.
         statistics: values that are made of the whole batch.
-        edits: (node, input) -> what becomes of it.
+        edits: (node, input) -> how it is rewritten.
         attributes: (node, name) -> the integers of an attribute that is set.
-        choices: which way was gone where several are open, in the order in which the nodes are met.
-        ways: how many there were.
+        choices: the alternative taken at each open choice, in the order in which the nodes are met.
+        ways: how many alternatives there were.
     """
 
     graph: ir.Graph
@@ -182,7 +182,7 @@ def rule(*op_types: str, domain: str = "", table: dict[tuple[str, str], Rule] = 
 
 
 class Call:
-    """A node that takes something of the batch, with what is known of its inputs."""
+    """A node that depends on the batch, with what is known about its inputs."""
 
     def __init__(self, known: Followed, node: ir.Node) -> None:
         self.known, self.node = known, node

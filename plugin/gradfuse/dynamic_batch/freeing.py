@@ -1,4 +1,4 @@
-"""`gradfuse.make_batch_dynamic`: a model that takes batches of any size, made of one that takes one."""
+"""`gradfuse.make_batch_dynamic`: makes a model for batches of any size from one with a fixed batch."""
 
 from __future__ import annotations
 
@@ -30,30 +30,29 @@ _CONSTANTS_IR_VERSION = 4
 
 
 def make_batch_dynamic(model: ModelLike, axes: Mapping[str, int | None] | None = None) -> Any:
-    """Make the batch of a model free that was exported with a fixed one.
+    """Make the fixed batch of a model dynamic.
 
-    The batch is followed from the inputs through every node. What has fixed it is written for any size: the shapes of
-    Reshape, Expand and Resize, ends of Slice, and constants and initial states that are repeated for each row. A number
-    that is merely equal to the batch stays.
+    The batch is followed from the inputs through every node. Whatever fixes it is rewritten for any size: the shapes of
+    Reshape, Expand and Resize, ends of Slice, and constants and initial states, which are repeated for each row. A
+    number that merely equals the batch stays.
 
-    Each row of what the result gives is what the model gives of that row alone, and at the batch of the model it gives
-    the same. BatchNormalization in training mode still takes the statistics of the whole batch, and outputs that are
-    means, sums or extremes over the batch, or a loss, are those of the whole batch.
+    Each row of the result's outputs is what the model gives for that row alone, and at the batch of the model the
+    outputs are the same. BatchNormalization in training mode still uses the statistics of the whole batch, and outputs
+    that are means, sums or extremes over the batch, or a loss, are those of the whole batch.
 
     Args:
         model: a path, an `onnx.ModelProto`, an `onnx_ir.Model` or a `torch.onnx.ONNXProgram`.
-        axes: input -> the axis of the batch, or None: it has none, and is the same for all rows. Inputs that are not
-            named have it at axis 0, and scalars have none.
+        axes: input -> the axis of the batch, or None if the input is the same for all rows. It is axis 0 of inputs that
+            are not named; scalars have none.
 
     Returns:
-        The model, of the same kind, without functions of its own. The batch is the symbolic dimension `batch`, or has
-        the name that an input gives it.
+        The model, of the same kind, without functions of its own. The batch is the symbolic dimension `batch`, unless
+        an input names it otherwise.
 
     Raises:
-        ArgumentError: `axes` has a name that is no input, or an axis that an input does not have, or sizes of the batch
+        ArgumentError: `axes` has a name that is not an input, or an axis that an input does not have, or batch sizes
             differ.
-        ModelError: the model cannot be read, or a node fixes the batch or mixes its rows, which the text names in one
-            line.
+        ModelError: the model cannot be read, or a node fixes the batch or mixes its rows; the one-line text names it.
     """
     with collection_paused():
         loaded = with_dynamic_batch(reading.load(model), "make_batch_dynamic", True if axes is None else axes)

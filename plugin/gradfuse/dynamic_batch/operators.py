@@ -137,7 +137,7 @@ def _layer_normalization(call: Call) -> None:
     call.give(layout)
 
 
-@rule("Hardmax", "LogSoftmax", "LpNormalization", "Softmax")
+@rule("Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK")
 def _along_axis(call: Call) -> None:
     layout = _first(call)
     if layout.axis == call.axis(-1):
@@ -149,14 +149,6 @@ def _along_axis(call: Call) -> None:
 def _cumulative(call: Call) -> None:
     layout, axis = _first(call), call.constant(1)
     if axis is None or layout.axis == int(axis.reshape(())) % call.rank():
-        call.refuse(_OTHER_AXES)
-    call.give(layout)
-
-
-@rule("TopK")
-def _top_k(call: Call) -> None:
-    layout = _first(call)
-    if layout.axis == call.axis(-1):
         call.refuse(_OTHER_AXES)
     call.give(layout)
 

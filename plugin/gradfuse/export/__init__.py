@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from gradfuse.training.optimizers import Optimizer
     from gradfuse.training.step import TrainingStep
 
-_SMALL = 1 << 26
-"""Bytes of parameters and buffers. Below this size, a few dozen copies may live until the export ends: the search for
-cyclic garbage, which takes a fifth of an export, is paused."""
-
 
 def export_training_step(
     module: nn.Module,
@@ -57,7 +53,7 @@ def export_training_step(
 ) -> TrainingStep:
     """Export a training step of a module on a batch as one ONNX model, verified against PyTorch.
 
-    The way of a step:
+    The steps of an export:
 
     1. Trace module and loss, and decompose the operators that have no ONNX translation, or a wrong one.
     2. Translate the program, with parameters and changed buffers as inputs.
@@ -66,14 +62,14 @@ def export_training_step(
     5. Add the optimizer's update, and verify that as well.
 
     To verify a model, onnxruntime runs it (if it is installed: otherwise a warning says that nothing was compared).
-    Loss, gradients, updated buffers and parameters must be as near to a float64 run of PyTorch as PyTorch's own results
-    are, but for what rounding does to this step. The model also runs in float64, where it must be as good as equal.
-    Where axes may vary, it is compared at other sizes too.
+    Loss, gradients, updated buffers and parameters must be as close to a float64 run of PyTorch as PyTorch's own
+    results are, except for rounding in this step. The model also runs in float64, where the results must be practically
+    equal. With `dynamic_shapes`, it is compared at other sizes too.
 
-    The module is traced in the mode it is in, train or eval. Module, loss and optimizer are left as they were:
+    The module is traced in the mode it is in, train or eval. Module, loss and optimizer are left unchanged:
     parameters, buffers, `.grad`, mode, random state, and what their code keeps in Python. In training mode, a hash of
     the buffer `dropout_seed` decides what dropout drops and what `torch.rand` and similar functions draw. Each step
-    adds 1 to it. PyTorch is compared on the same numbers.
+    adds 1 to it. The comparison with PyTorch uses the same numbers.
 
     Args:
         module: the module; its parameters that require gradients are the trainable ones. Tied parameters are one input
@@ -83,23 +79,23 @@ def export_training_step(
             module returns, or its entry or attribute `loss`, or the first element of its tuple.
         batch: `(inputs, targets)`: the arguments of the module, and those of the loss after its first. Each is a
             tensor, a tuple of arguments, or a dictionary of them by name; None: there are none. Arguments may be nested
-            in tuples, lists, dictionaries and named tuples, and hold None, booleans and strings besides, which are part
-            of the step. Values of tensors matter only for the comparison. Shapes are fixed unless `dynamic_shapes` says
+            in tuples, lists, dictionaries and named tuples, and hold None, booleans and strings, which are constants of
+            the step. Values of tensors matter only for the comparison. Shapes are fixed unless `dynamic_shapes` says
             otherwise. With `loss=None` there are no targets, and a dictionary is the inputs alone.
         optimizer: an optimizer over parameters of the module or the loss. Its update becomes part of the model, and
             starts from the optimizer's state. Subclasses, your own, and those of torch.optim that docs/training.md does
-            not list otherwise are traced, if their step updates each parameter by itself, by arithmetic of tensors. As
-            in PyTorch, parameters that it does not have, that require no gradient, or that the loss does not depend on,
-            stay as they are. A list of optimizers updates parts of the parameters, each of which is in one of them;
-            their parameter groups are those of the step, in order. None: the model ends at the gradients.
+            not list otherwise are traced; their step must update each parameter on its own, by tensor arithmetic. As in
+            PyTorch, parameters that it does not have, that require no gradient, or that the loss does not depend on,
+            stay as they are. In a list of optimizers, each has parameters of its own; their parameter groups are those
+            of the step, in order. None: the model ends at the gradients.
         dynamic_shapes: which axes may vary, as for `torch.export.export`: `(inputs, targets)` like the batch, for each
-            tensor `{axis: torch.export.Dim or its name as a string}`, a sequence with one entry an axis, or None; or a
+            tensor `{axis: torch.export.Dim or its name as a string}`, a sequence with one entry per axis, or None; or a
             dictionary from the names of `input_names` and `target_names` to the same. None: all fixed.
-        fuse: whether `TrainingStep.model` is fused, and Adam's update is an operator of its own. If not, it consists of
+        fuse: whether to fuse `TrainingStep.model`, with the optimizer's update as operators. If not, it consists of
             standard operators only.
         max_grad_norm: gradients are clipped as by `torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)` over the
             optimizer's parameters. None: they are not.
-        accumulate: over how many calls the gradients are averaged for one update; the other calls change buffers only.
+        accumulate: over how many calls the gradients are averaged for one update; the other calls change only buffers.
         autocast: module and loss run under `torch.autocast` with this type, float16 or bfloat16; parameters and update
             keep their types. None: no autocast.
         grad_scaler: the loss is scaled as with this `torch.amp.GradScaler`, starting from its state, or this
@@ -109,31 +105,31 @@ def export_training_step(
             `TrainingSession.evaluate(averaged=True)` and the like. None: they are not.
         run_time: which hyperparameters are inputs beside the learning rate, so that sessions may change them between
             updates: "weight_decay", "betas", "eps", "momentum", "alpha" (of RMSprop), "rho" (of Adadelta), by
-            parameter group; and "max_grad_norm". All but the last, and the weight decay of SGD, Adam and AdamW, take
-            nodes in the place of the operators that update in one pass.
-        frozen_inputs: whether frozen parameters, and the floating buffers of `state_dict()` that no step changes, are
-            inputs too, so that `TrainingSession.load_state_dict` and `load` take other values for them; else they are
+            parameter group; and "max_grad_norm". All but the last, and the weight decay of SGD, Adam and AdamW, replace
+            the operators that update in one pass by plain nodes.
+        frozen_inputs: whether frozen parameters, and the floating-point buffers of `state_dict()` that no step changes,
+            are inputs too, so that `TrainingSession.load_state_dict` and `load` can replace them; otherwise they are
             constants.
         evaluation: whether to export `TrainingStep.evaluation_model`, without autocast. None: if there is an
             optimizer, and the module has one; else a warning says why it is left out.
         float64: whether the update computes its scalars, such as Adam's bias correction, in float64, as PyTorch does.
             False, with `fuse=False`: in float32, a few roundings apart, for runtimes without float64, such as WebGPU.
-        verify: "quick" leaves out float64, which takes a third of an export's time and half of its memory: an error
-            that is no larger than what rounding may do is not seen then. "full" says so where memory will not do.
+        verify: "quick" leaves out float64, which takes a third of an export's time and half of its memory: it misses
+            errors within rounding. "full" raises an error if memory is too small for it.
         input_gradients: names of tensors of the batch, by `input_names` or `target_names`, whose gradients become
             outputs `<name>.grad` of the step, in their shapes and types.
-        progress: called ahead of each part of the export with what is done now, how many parts are done, and how many
-            there are, and every second of a long one, with the share of it that is done; True: a bar shows that where
-            standard error is a terminal.
+        progress: called before each part of the export with the part's name, how many parts are done, and how many
+            there are; during a long one, every second, with the fraction done. True: show a bar if standard error is a
+            terminal.
         memory_budget: the most memory that a run on the batch may take beside parameters, state and batch: bytes, a
-            text such as "512MiB", or a share up to 1.0 of what it would take; activations are computed again for it;
-            the step must give the bits that it gives without. None: all are kept.
+            text such as "512MiB", or a fraction, up to 1.0, of what it would take. The step recomputes activations, and
+            must give the same bits as without. None: keep all activations.
 
     Raises:
-        ExportError: torch is not installed, an argument is not as above, the step draws random numbers that no seed
-            determines, or computes something else from run to run, what it changes shares memory, PyTorch cannot trace
-            it, an operator has no ONNX translation (it is named), or an output differs from PyTorch's (it is named,
-            with the largest difference). The text is one line.
+        ExportError: torch is not installed; an argument is not as above; the step draws random numbers that no seed
+            determines, or its results change from run to run; tensors that it changes share memory; PyTorch cannot
+            trace it; an operator has no ONNX translation (it is named); or an output differs from PyTorch's (it is
+            named, with the largest difference). The text is one line.
     """
     try:
         import onnxscript  # noqa: F401
@@ -149,7 +145,7 @@ def export_training_step(
     from gradfuse.export.reporting import WHO, Parts, mistakes_named, refusal
     from gradfuse.export.torch_step import TorchStep
     from gradfuse.models import spilling
-    from gradfuse.models.memory import arrays_mapped, collection_paused
+    from gradfuse.models.memory import SMALL, sparing
     from gradfuse.passes.recompute import parse_budget
     from gradfuse.training import budget as budgets
     from gradfuse.training.optimizers import run_time_names
@@ -186,9 +182,9 @@ def export_training_step(
         )
 
     once = private.operators_collected_once()
-    large = _bytes(module) > _SMALL
-    frugal: contextlib.AbstractContextManager[None] = arrays_mapped() if large else collection_paused()
-    with mistakes_named(), Parts.shown(progress, large) as parts, frugal, once, spilling.shelf() as shelf:
+    large = _bytes(module) > SMALL
+    spared, bar = sparing(large), Parts.shown(progress, large)
+    with mistakes_named(), bar as parts, spared as save_memory, once, spilling.shelf() as shelf:
         step = TorchStep.of(module, loss, batch, describe, autocast, input_gradients, at_run_time)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.
@@ -199,6 +195,7 @@ def export_training_step(
             shapes,
             updating,
             shelf,
+            save_memory,
             frozen_inputs=frozen_inputs,
             fuse=fuse,
             evaluation=evaluation,
@@ -223,6 +220,7 @@ def _exported(
     shapes: DynamicShapes,
     updating: Sequence[torch.optim.Optimizer],
     shelf: Shelf,
+    save_memory: Callable[[], None],
     sizes: Sizes,
     parts: Parts,
     *,
@@ -262,7 +260,7 @@ def _exported(
     python = PythonState.of(step)
     with python.kept(), undisturbed(step):
         parts.begin("running the step in PyTorch")
-        with verifying.memory_watched(step, shelf) if in_float64 else contextlib.nullcontext():
+        with verifying.memory_watched(step, shelf, save_memory) if in_float64 else contextlib.nullcontext():
             try:
                 native = steadiness.first_run(step, python, frozen_inputs=frozen_inputs)
             except FrozenChangedError as error:

@@ -1,15 +1,15 @@
-"""What a module's Python code asks of its tensors: truth values, which a traced program cannot answer, and lengths.
+"""Truth values and lengths of tensors in a module's Python code, which a traced program does not know.
 
 A graph has no branches, so torch.export refuses `if tensor:`. Three kinds of them do not choose what is computed, and
 are decided while a step is traced as they are when PyTorch runs it on the batch:
 
-- A check, `if not valid.all(): raise ValueError(...)`: when its condition is turned around, the function that asks
-  raises an error.
-- A condition on whether numbers are finite, from `torch.isfinite`, `isnan` or `isinf`: the exported step is for numbers
-  that are.
+- A check, `if not valid.all(): raise ValueError(...)`: if its condition is negated, the function that tests it raises
+  an error.
+- A condition on whether numbers are finite, from `torch.isfinite`, `isnan` or `isinf`: the exported step assumes that
+  they are.
 - Whether the mask of `nn.Transformer` is the causal one, which only chooses a kernel.
 
-Besides, `nonzero` is taken to find something where it does on the batch, and the user is told.
+Besides, `nonzero` is assumed to find something if it does on the batch, and a warning says so.
 
 This module imports torch.
 """
@@ -48,10 +48,10 @@ _RANDOM = (
     "rand rand_like randn randn_like randint bernoulli bernoulli_ uniform_ normal normal_ exponential_ randperm".split()
 )
 _ROUNDS = 8
-"""What a decision gives may decide the next one; more of them in a row are left alone."""
+"""The result of a decision may decide the next one; longer chains are left alone."""
 
 _SEEDS_AT_RANDOM, _SEEDS_OF_EXTREMES = 40, 2**20
-"""How many seeds are tried until all decisions by random numbers went both ways, and how many for a rare one."""
+"""How many seeds are tried until all random decisions have gone both ways, and how many for a rare one."""
 _MOST_COMPARED = 4
 """With how many of them a model is compared with PyTorch."""
 
@@ -67,12 +67,12 @@ _ASKS = (torch.Tensor.__bool__, torch.Tensor.item)
 _SELECTS = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
 
 _TRIALS = 6
-"""So often a loop leaves out some of its rounds at random, to compare."""
+"""How many times a loop is run with some iterations left out at random, to compare."""
 _ROUNDINGS = 64
-"""By how many a sum may differ in which zeros are added."""
+"""By how many roundings a sum may differ if zeros are added to it."""
 
 _MOST = 64
-"""More branches than that are not looked at one by one."""
+"""The most branches that are examined one by one."""
 
 Place = tuple[CodeType, int]
 """Where code asks: a function, and the offset of the instruction in it."""
@@ -119,7 +119,7 @@ def branches_of(step: TorchStep) -> Branches:
     decided = {
         place: answers[0]
         for place, (answers, kinds) in list(observed.asked.items())[:_MOST]
-        if len({*answers}) == 1 and ("finite" in kinds or _is_check(step, place, selections))
+        if len({*answers}) == 1 and ("finite" in kinds or _is_check(step, place, len(answers), selections))
     }
     kernels = private.decisions_of_kernels()
     decided |= {place: False for place in observed.asked if place[0] in kernels}
@@ -139,8 +139,12 @@ def branches_of(step: TorchStep) -> Branches:
 
 def _of_chance(step: TorchStep, observed: _Observed, selections: Selections) -> list[Place]:
     """Return the branches on random numbers that choose what is computed."""
-    random = [place for place, (_, kinds) in observed.asked.items() if "random" in kinds]
-    return [p for p in random if not (len({*observed.asked[p][0]}) == 1 and _is_check(step, p, selections))]
+    random = [(place, answers) for place, (answers, kinds) in observed.asked.items() if "random" in kinds]
+    return [
+        place
+        for place, answers in random
+        if not (len({*answers}) == 1 and _is_check(step, place, len(answers), selections))
+    ]
 
 
 def _selected(step: TorchStep, observed: _Observed) -> tuple[Selections, _Observed]:
@@ -274,7 +278,7 @@ def refuse_open(step: TorchStep, branches: Branches, error: BaseException) -> No
 
 
 def warn_of_assumptions(branches: Branches) -> None:
-    """Tell the user what was taken to be so in all batches."""
+    """Warn the user of what was assumed of all batches."""
     for place in branches.assumed:
         warnings.warn(
             f"{WHO}: nonzero in {_text(place)} is taken to find at least one element, as it does in this batch",
@@ -382,6 +386,7 @@ class _Observed(TorchFunctionMode):
 
     Args:
         turned: that place; None: all answers are true.
+        times: how often it asks; the run ends once the code there has gone on without an error as often.
         items: whether random numbers that are taken out of tensors stay tensors.
 
     Attributes:
@@ -392,7 +397,7 @@ class _Observed(TorchFunctionMode):
         items: where random numbers are taken out of tensors, and stay tensors.
     """
 
-    def __init__(self, turned: Place | None = None, *, items: bool = True) -> None:
+    def __init__(self, turned: Place | None = None, times: int = 0, *, items: bool = True) -> None:
         super().__init__()
         self.asked: dict[Place, tuple[list[bool], set[str]]] = {}
         self.found: dict[Place, list[bool]] = {}
@@ -400,13 +405,16 @@ class _Observed(TorchFunctionMode):
         self.looped: set[Place] = set()
         self.items: set[Place] = set()
         self.takes_items = items
-        self._turned = turned
+        self._turned, self._times = turned, times
+        self._asking: list[FrameType] = []
         # With the tensor itself, so that no other gets its id.
         self._kinds: dict[int, tuple[str, Any]] = {}
         self._vectors = Found()
         self._found_in: dict[int, Place] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._asking and len(self._asking) >= self._times and not self._still_asks():
+            raise _NoErrorError
         name = getattr(func, "__name__", "")
         known = {self._kinds.get(id(one), (None,))[0] for one in args if isinstance(one, Tensor)}
         if func is torch.Tensor.item and known == {"random"} and self.takes_items and _is_inexact(args[0]):
@@ -430,7 +438,10 @@ class _Observed(TorchFunctionMode):
             answers, kinds = self.asked.setdefault(place, ([], set()))
             answers.append(result)
             kinds.update([] if kind is None else [kind])
-            return not result if place == self._turned else result
+            if place != self._turned:
+                return result
+            self._asking.append(_calling_frame())
+            return not result
         if name == "nonzero" and isinstance(result, Tensor):
             self.found.setdefault(_caller(), []).append(result.shape[0] > 0)
         if name in ("nonzero", "where"):
@@ -438,6 +449,17 @@ class _Observed(TorchFunctionMode):
         if kind is not None:
             self._kinds[id(result)] = kind, result
         return result
+
+    def _still_asks(self) -> bool:
+        """Whether a function that got the other answer has not returned."""
+        frame = inspect.currentframe()
+        while frame is not None and frame not in self._asking:
+            frame = frame.f_back
+        return frame is not None
+
+
+class _NoErrorError(BaseException):
+    """Ends a run that has shown that an answer raises no error; modules do not catch it."""
 
 
 def _as_item(tensor: Tensor) -> Tensor:
@@ -472,10 +494,12 @@ def _forward(step: TorchStep) -> tuple[Tensor, dict[str, Tensor]]:
     return value.detach(), {name: tensor.detach() for name, tensor in after.items()}
 
 
-def _is_check(step: TorchStep, place: Place, selections: Selections) -> bool:
-    """Whether code raises an error, in the very function that asks, when the answer is the other one."""
+def _is_check(step: TorchStep, place: Place, times: int, selections: Selections) -> bool:
+    """Whether code that asks some times raises an error, in the very function, when the answer is the other one."""
     try:
-        _run(step, _Observed(place), selections)
+        _run(step, _Observed(place, times), selections)
+    except _NoErrorError:
+        return False
     except Exception as error:
         # A user's module may raise anything.
         traceback = _last(error.__traceback__)
@@ -487,13 +511,19 @@ def _is_check(step: TorchStep, place: Place, selections: Selections) -> bool:
 
 def _caller() -> Place:
     """Return where the code is that called the mode whose method calls this, or a mode within that one."""
+    frame = _calling_frame()
+    return frame.f_code, _offset(frame)
+
+
+def _calling_frame() -> FrameType:
+    """Return the frame of the code that called the mode whose method, or a function of it, calls this."""
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None
     frame = frame.f_back
-    while frame.f_code.co_name == "__torch_function__":
+    while frame.f_code is _caller.__code__ or frame.f_code.co_name == "__torch_function__":
         assert frame.f_back is not None
         frame = frame.f_back
-    return frame.f_code, _offset(frame)
+    return frame
 
 
 def _offset(frame: FrameType) -> int:

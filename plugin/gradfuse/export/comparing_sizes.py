@@ -25,9 +25,9 @@ _OF_SHAPES = frozenset(
     empty_strided clone copy_ detach
     """.split()
 )
-"""Operators whose numbers follow from sizes as a matter of course."""
+"""Operators whose results naturally depend on sizes."""
 _DRAWN = 3
-"""How many batches are drawn where what repeats the given one has equal numbers."""
+"""How many batches are drawn if one that repeats the given one has equal numbers."""
 _OF_NUMBERS = frozenset("mul div add sub rsub pow clamp fill_".split())
 """Operators that take numbers as they take tensors."""
 
@@ -206,7 +206,7 @@ def _other_call(before: TorchStep, step: TorchStep) -> Call | None:
 
 
 def _warn_of(step: TorchStep, axes: Sequence[Axis], shapes: DynamicShapes) -> None:
-    """Tell the user that the axes of a dimension were compared at the size of the batch alone."""
+    """Warn the user that the axes of a dimension were compared only at the size of the batch."""
     if not shapes.automatic.issuperset(axes):
         name, axis = axes[0]
         warnings.warn(

@@ -1,8 +1,8 @@
 """Decomposes the operators of a traced program, each once for all tensors of the same kind.
 
-`ExportedProgram.run_decompositions` traces the whole program again, which takes most of the time of an export. Here a
-small program with one of all calls that are alike is decomposed, and what comes of it takes the place of all of them:
-the layers of a network are mostly alike. This module imports torch.
+`ExportedProgram.run_decompositions` traces the whole program again, which takes most of the time of an export. This
+module decomposes a small program with one call of each kind, and uses the result for all calls of that kind: most
+layers of a network are alike. It imports torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHECKS = (
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 )
-"""What torch.onnx.export leaves out."""
+"""Operators that torch.onnx.export leaves out."""
 
 STATISTICS = (aten.batch_norm.default, aten.instance_norm.default)
 """Operators that may write into their arguments 3 and 4, which their schemas do not say; argument 5 is whether."""
@@ -56,7 +56,7 @@ def written(node: Node) -> list[Any]:
 
 
 class _Unlike(Exception):
-    """A program has something that cannot be decomposed call by call."""
+    """A program contains something that cannot be decomposed call by call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Call:
         return cls(node, reads, tuple(writes), sizes)
 
     def kind(self) -> Hashable:
-        """Return what calls that are decomposed alike have in common."""
+        """Return a key that is equal for calls that are decomposed alike."""
         places = {node: index for index, node in enumerate(self.reads)}
 
         def constant(one: Any) -> Hashable:
@@ -140,7 +140,7 @@ def _decomposed(program: ExportedProgram, table: Table) -> ExportedProgram:
 
 
 class _Small:
-    """A program of calls that have nothing to do with each other.
+    """A program of independent calls.
 
     Args:
         program: the program that the calls are from.
@@ -173,7 +173,7 @@ class _Small:
             raise _Unlike
 
     def pieces(self) -> list[_Piece]:
-        """Return what came of each call."""
+        """Return the decomposition of each call."""
         nodes = list(self._program.graph.nodes)
         order = {node: index for index, node in enumerate(nodes)}
         places = iter([node for node in nodes if node.op == "placeholder"][self._symbols :])
@@ -242,7 +242,7 @@ class _Small:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """What a call is decomposed into.
+    """The decomposition of a call.
 
     Attributes:
         places: the placeholders for what the call reads.

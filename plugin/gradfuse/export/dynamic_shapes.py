@@ -1,4 +1,4 @@
-"""The argument `dynamic_shapes` of `export_training_step`, brought from its accepted forms into one.
+"""The argument `dynamic_shapes` of `export_training_step`, normalised from its accepted forms.
 
 This module imports torch.
 """
@@ -44,7 +44,7 @@ class DynamicShapes:
         """Read the argument; strings become dynamic dimensions.
 
         Raises:
-            ExportError: it has another form, or names a tensor or an axis that is not there.
+            ExportError: it has another form, or names a tensor or an axis that does not exist.
         """
         inputs, targets = _parts(given, step)
         names: AxisNames = {}

@@ -1,6 +1,6 @@
-"""Says what the exceptions of torch mean to a user: what is wrong, where in the code, and what to do.
+"""Explains torch's exceptions to a user: what is wrong, where in the code, and what to do.
 
-Torch writes for its own developers: settings of its logs, graphs, frames of its C++ library. This module imports torch.
+Torch's messages are for its own developers: log settings, graphs, frames of its C++ library. This module imports torch.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _NOTES = re.compile(
     """,
     re.VERBOSE,
 )
-"""Where the part of a text begins that helps nobody who uses torch."""
+"""Where the part of a message begins that does not help users."""
 
 _UNBACKED = "Pending unbacked symbols"
 _UNHASHABLE = "unhashable type: non-nested SymInt"
 _WITHOUT_DATA = "The tensor has a non-zero number of elements, but its data is not allocated yet"
-"""How torch begins to say that a size depends on values."""
+"""How torch's messages about data-dependent sizes begin."""
 
 _CONSTANT = re.compile(
     r"marked L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a "
@@ -62,7 +62,7 @@ _CONSTANT = re.compile(
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 _AXIS = re.compile(r"L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 _SLICING = ("_compute_slice_index", "split")
-"""Functions of torch whose conditions on sizes are those of the code that calls them."""
+"""Functions of torch whose conditions on sizes are attributed to the code that calls them."""
 _OPERATORS = os.path.join("torch", "_ops.py")
 """Where operators in C++ are called, which ask for remainders of sizes to compute something else, or to raise."""
 _RUNNERS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("torch_step.py", "evaluation.py"))
@@ -72,7 +72,7 @@ _COMPARED = os.path.join(os.path.dirname(__file__), "host_draws.py"), "spans"
 
 
 def reason(error: BaseException) -> str:
-    """Return what torch says is wrong, in one line, and where the user's code is that it is about."""
+    """Return torch's message, in one line, and the place in the user's code that it is about."""
     text = str(error)
     if text.startswith(_UNBACKED):
         return f"the values of a tensor decide where something begins or ends{_in(place(error))}; expected shapes to"
@@ -92,7 +92,7 @@ def reason(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str | None:
-    """Return where the user's code is that an exception came from: its last frame that is of no library of ours."""
+    """Return the place in the user's code that an exception came from: its last frame outside our libraries."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -136,7 +136,7 @@ def is_asked_by_code(condition: private.SizeCondition) -> bool:
 
 
 class Sizes:
-    """Notes where code asks for sizes, and makes one that may vary a constant, for messages.
+    """Records where code reads sizes, and turns a dynamic one into a constant, for messages.
 
     Args:
         general: whether a step may be traced with a longer batch, where code treats lengths like that of the batch as
@@ -173,14 +173,14 @@ class Sizes:
             yield
 
     def explain(self, step: TorchStep, error: BaseException) -> str | None:
-        """Return which axis of the batch cannot vary, and why; None if that is not what an exception is about."""
+        """Return the axis of the batch that cannot vary, and why; None if an exception is not about that."""
         found = _CONSTANT.search(str(error))
         if found is None:
             return None
         return self._text(_names(step, found[1])[int(found[2])], int(found[3]), int(found[4]))
 
     def explain_constants(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> str | None:
-        """Return which axis of the batch has one size in a traced program although it may vary; None: none has."""
+        """Return the dynamic axis of the batch that a traced program made static; None: there is none."""
         values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
         given = list(program.graph_signature.user_inputs)
         tensors = given[len(step.state) : len(step.state) + len(step.batch)]
@@ -202,7 +202,7 @@ class Sizes:
         return None
 
     def of_multiples(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> set[str]:
-        """Return the names of axes whose sizes code takes for multiples of a number, as they are in the batch."""
+        """Return the names of axes whose sizes code assumes to be multiples of a number, as they are in the batch."""
         found = set()
         for condition, axes in self._conditions(step, program):
             names = {shapes.names.get(name, {}).get(axis) for name, axis in axes.values()}
@@ -212,7 +212,7 @@ class Sizes:
         return found
 
     def is_general(self, step: TorchStep, program: ExportedProgram) -> bool:
-        """Whether what tracing a longer batch took to be so of sizes is so in the batch, but for multiples."""
+        """Whether what tracing a longer batch assumed of sizes also holds in the batch, except for multiples."""
         return not any(
             condition.holds({symbol: step.batch[name].shape[axis] for symbol, (name, axis) in axes.items()})
             is _is_of_blocks(step, condition, axes, 0)
@@ -222,7 +222,7 @@ class Sizes:
     def _conditions(
         self, step: TorchStep, program: ExportedProgram
     ) -> Iterator[tuple[private.SizeCondition, dict[str, tuple[str, int]]]]:
-        """Yield what the user's code asks of sizes, and the axes that its symbols are the sizes of."""
+        """Yield the conditions on sizes in the user's code, and the axes of their symbols."""
         for condition in private.conditions_on_sizes(program):
             if is_asked_by_code(condition):
                 axes = {symbol: _axis(step, source) for symbol, source in condition.sources.items()}
@@ -230,7 +230,7 @@ class Sizes:
                     yield condition, {symbol: axis for symbol, axis in axes.items() if axis is not None}
 
     def warn(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> None:
-        """Tell the user what was taken to be so of sizes, as it is in the batch, since code asks for it."""
+        """Warn the user of what was assumed of sizes from the batch, because code tests it."""
         multiples = _multiples(step, program)
         texts = list(multiples.values())
         for condition, axes in self._conditions(step, program):
@@ -271,7 +271,7 @@ def _is_rare(condition: private.SizeCondition) -> bool:
 def _assumed(
     step: TorchStep, shapes: DynamicShapes, condition: private.SizeCondition, axes: Mapping[str, tuple[str, int]]
 ) -> str | None:
-    """Return what a condition says of the axes that its symbols are the sizes of; None: nothing."""
+    """Return what a condition says about the axes of its symbols; None: nothing."""
     sizes = {symbol: step.batch[name].shape[axis] for symbol, (name, axis) in axes.items()}
     # Axes of one name have one size.
     labels = {symbol: (shapes.names.get(name, {}).get(axis), sizes[symbol]) for symbol, (name, axis) in axes.items()}
@@ -305,7 +305,7 @@ def _names(step: TorchStep, which: str) -> tuple[str, ...]:
 
 
 def _multiples(step: TorchStep, program: ExportedProgram) -> dict[tuple[tuple[str, int], int], str]:
-    """Return which axes were taken to be multiples of a number: (tensor and axis, line) -> what to say of it."""
+    """Return the axes that were assumed to be multiples of a number: (tensor and axis, line) -> the message."""
     found = {}
     for source, number, filename, line, function in private.assumed_multiples(program):
         axis = _axis(step, source)
@@ -374,10 +374,10 @@ class _Watching(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Since(TorchFunctionMode):
-    """Notes after which call something is so first.
+    """Records the first call after which something holds.
 
     Args:
-        happened: tells whether it is.
+        happened: returns whether it does.
 
     Attributes:
         place: where that call is, as the end of a clause of a message; nothing if it is not known.
@@ -396,7 +396,7 @@ class Since(TorchFunctionMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Note where code first does what no traced program can hold.
+    """Records where code first does something that a traced program cannot represent.
 
     Attributes:
         found: what it does, with its place, and what it may do instead.
@@ -418,7 +418,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _untraceable(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> tuple[str, str] | None:
-    """Return what a call does that no traced program can hold, and what to do instead."""
+    """Return what a call does that a traced program cannot represent, and what to do instead."""
     name = getattr(func, "__name__", "")
     if name.endswith("pack_padded_sequence"):
         return (
@@ -440,7 +440,7 @@ def _untraceable(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 
 def untraceable(step: TorchStep) -> str | None:
-    """Return what a step does that no traced program can hold, where, and what to do instead; None: nothing known."""
+    """Return what a step does that a traced program cannot represent, where, and what to do instead; None: unknown."""
     calls = _Calls()
     # The run itself has been judged before.
     with contextlib.suppress(ExportError), calls:
@@ -449,7 +449,7 @@ def untraceable(step: TorchStep) -> str | None:
 
 
 def untranslated(step: TorchStep, program: ExportedProgram, operator: str) -> str:
-    """Return what to say of an operator of a program that has no translation."""
+    """Return the message about an operator of a program that has no translation."""
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     if any(_is_complex(node) for node in nodes if str(node.target) == operator):
         return (
@@ -460,7 +460,7 @@ def untranslated(step: TorchStep, program: ExportedProgram, operator: str) -> st
 
 
 def from_a_size(step: TorchStep, program: ExportedProgram, name: str | None) -> str | None:
-    """Return what to say of a node of a program that takes a number which follows from a size; None: it takes none."""
+    """Return the message about a node of a program that takes a number that depends on a size; None: it takes none."""
     node = next((one for one in program.graph.nodes if one.name == name), None)
     for given in () if node is None else node.all_input_nodes:
         value = given.meta.get("val")
@@ -504,7 +504,7 @@ def called(step: TorchStep, operator: str) -> str:
 
 
 def current_place() -> str | None:
-    """Return where the user's code is that is run by a step; None if it is the exporter that runs, or runs it."""
+    """Return the place in the user's code that a step is running; None if the exporter's own code runs or calls it."""
     where: str | None = None
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:

@@ -144,7 +144,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
 
 
 def taken_out(model: ir.Model) -> list[Index]:
-    """Take the marks out of a translated program, and return what was marked."""
+    """Remove the marks from a translated program, and return what was marked."""
     found: dict[tuple[ir.Value, Any, Any], Index] = {}
     for node in list(model.graph):
         if (node.domain, node.op_type) != (LOCAL_DOMAIN, _OP_TYPE):

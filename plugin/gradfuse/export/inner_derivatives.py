@@ -220,8 +220,10 @@ class _Marked(TorchFunctionMode):
             )
         if name not in _ABOUT_TENSORS and not name.endswith("_"):
             args, kwargs = private.map_tensors(self._frozen, (args, kwargs))
-        function = _INSTEAD.get(func, func)
-        result = function(*args, **kwargs)
+        # PyTorch's own kernels of attention, which a step may ask for, have gradients that ONNX cannot say.
+        kernel = sdpa_kernel(SDPBackend.MATH) if func in _ATTENTION else contextlib.nullcontext()
+        with kernel:
+            result = _INSTEAD.get(func, func)(*args, **kwargs)
         given = [one for one in private.tensors_in((args, kwargs)) if isinstance(one, Tensor)]
         if not any(private.innermost(one).requires_grad for one in given):
             return result
@@ -241,6 +243,8 @@ class _Marked(TorchFunctionMode):
         stopped: Tensor = standins.STOP_GRADIENT(tensor)
         return stopped
 
+
+_ATTENTION = frozenset((F.scaled_dot_product_attention, F.multi_head_attention_forward))
 
 _ABOUT_TENSORS = frozenset(("__get__", "__set__", "__setitem__", "grad", "is_floating_point", "dim", "size"))
 """Functions that ask for something of a tensor, or write into it; so do those whose names end in an underscore."""
@@ -270,12 +274,19 @@ def _batch_norm(
         for running, now in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
             still = standins.STOP_GRADIENT(now.detach()).reshape(-1).to(running.dtype)
             running.mul_(1.0 - momentum).add_(still * momentum)
-    result = centred * torch.rsqrt(variance + eps)
+    return _scaled(centred * torch.rsqrt(variance + eps), weight, bias, shape).to(input.dtype)
+
+
+def _normalised(x: Tensor, axes: list[int], eps: float) -> Tensor:
+    centred = x - x.mean(axes, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """Multiply by a weight and add a bias, if they are there, as vectors of a shape."""
     if weight is not None:
-        result = result * weight.reshape(shape)
-    if bias is not None:
-        result = result + bias.reshape(shape)
-    return result.to(input.dtype)
+        x = x * weight.reshape(shape)
+    return x if bias is None else x + bias.reshape(shape)
 
 
 def _layer_norm(
@@ -289,8 +300,7 @@ def _layer_norm(
     if not private.is_wrapped(input):
         return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
     axes = list(range(-len(normalized_shape), 0))
-    centred = input - input.mean(axes, keepdim=True)
-    result = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
+    result = _normalised(input, axes, eps)
     if weight is not None:
         result = result * weight
     return result if bias is None else result + bias
@@ -302,11 +312,8 @@ def _group_norm(
     if not private.is_wrapped(input):
         return F.group_norm(input, num_groups, weight, bias, eps)
     groups = input.reshape([input.shape[0], num_groups, -1])
-    result = _layer_norm(groups, groups.shape[-1:], eps=eps).reshape(input.shape)
-    shape = [-1 if axis == 1 else 1 for axis in range(input.dim())]
-    if weight is not None:
-        result = result * weight.reshape(shape)
-    return result if bias is None else result + bias.reshape(shape)
+    result = _normalised(groups, [-1], eps).reshape(input.shape)
+    return _scaled(result, weight, bias, [-1 if axis == 1 else 1 for axis in range(input.dim())])
 
 
 def _gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -332,14 +339,7 @@ def _instance_norm(
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     x = input.float() if input.dtype in _NARROW else input
     axes = list(range(2, input.dim()))
-    shape = [1, -1, *[1 for _ in axes]]
-    centred = x - x.mean(axes, keepdim=True)
-    result = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
-    if weight is not None:
-        result = result * weight.reshape(shape)
-    if bias is not None:
-        result = result + bias.reshape(shape)
-    return result.to(input.dtype)
+    return _scaled(_normalised(x, axes, eps), weight, bias, [1, -1, *[1 for _ in axes]]).to(input.dtype)
 
 
 _INSTEAD: Mapping[Any, Callable[..., Any]] = {

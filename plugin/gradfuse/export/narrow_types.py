@@ -1,4 +1,5 @@
-"""16 bits within a step of wider types, and small integers: onnxruntime computes them otherwise, or not at all."""
+"""16-bit types within a step of wider types, and small integers: onnxruntime computes them differently, or not at
+all."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from gradfuse.training.step import LOSS
 
 _NARROW, _WIDE = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16), ir.DataType.FLOAT
 _KEPT = frozenset(("Cast", "Constant", "Identity", "Shape", "Size"))
-"""What every runtime does with 16 bits."""
+"""Operators that every runtime runs on 16-bit types."""
 _MOVES = frozenset(
     """
     CastLike Concat Flatten Gather GatherElements GatherND If Loop Reshape Scan Slice Split Squeeze Transpose Unsqueeze
     """.split()
 )
-"""What moves numbers without computing: onnxruntime's kernels for CPUs do that with bfloat16."""
+"""Operators that move numbers without computing: onnxruntime's CPU kernels of these take bfloat16."""
 
 _INTEGERS = {
     "Pow": frozenset((ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16)),

@@ -1,7 +1,7 @@
 """Batches of other sizes than the one that a step is exported with, where its axes may vary.
 
-What follows from a size in Python may become a constant of the traced program, so that the model is right at the sizes
-of the batch alone. At sizes that have nothing to do with those it is not. This module imports torch.
+A number that Python computes from a size may become a constant of the traced program. Then the model is right only at
+the sizes of the batch, and unrelated sizes reveal it. This module imports torch.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _SMALL = 1 << 16
 _MOST_OF_ONE, _MOST_TRIED = 16, 512
 _MOST_DRAWN = 1 << 22
 _LEAST = 2
-"""A size of 1 is another thing to PyTorch."""
+"""PyTorch treats a size of 1 specially."""
 _MOVED = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class OtherSizes:
-    """Sizes that the axes of a batch may have, by what tracing took to be so of them.
+    """Sizes that the axes of a batch may have, by what tracing assumed of them.
 
     Attributes:
         names: the names of the dimensions that vary here.
         sizes: the axis of a tensor -> its size.
         besides: whether they are tried although all of these dimensions have varied before.
-        beyond: whether it says nothing if PyTorch fails at them: they are related, or break a condition that torch took
-            to hold for itself, such as one on strides, which nobody was told of.
+        beyond: whether a failure of PyTorch at them means nothing: they are related, or break a condition that torch
+            assumed silently, such as one on strides.
     """
 
     names: tuple[str, ...]
@@ -68,7 +68,7 @@ class OtherSizes:
         found = []
         for grows in (small, not small):
             sizes = dimensions.chosen(dimensions.groups, grows=grows)
-            # What is right at two sizes may be wrong at a third one; in a small batch it costs little to see.
+            # What is right at two sizes may be wrong at a third; for a small batch, testing that is cheap.
             found += [dataclasses.replace(sizes, besides=small)] if sizes is not None else []
         if len(dimensions.groups) > 1:
             for group, grows in itertools.product(dimensions.groups, (small, not small)):
@@ -102,9 +102,9 @@ class OtherSizes:
 
 
 def _resized(tensor: Tensor, sizes: Mapping[int, int], *, repeats: bool) -> Tensor:
-    """Return a tensor of other sizes, of which what is more than before repeats what is there, with other fractions.
+    """Return a tensor of other sizes; what is added repeats what is there, with other fractions.
 
-    It repeats all, or only the last, as of places for pictures in a text there must not be more.
+    It repeats all, or only the last, for example because a text must not get more places for pictures.
     """
     for axis, size in sizes.items():
         before = tensor.shape[axis]
@@ -113,7 +113,7 @@ def _resized(tensor: Tensor, sizes: Mapping[int, int], *, repeats: bool) -> Tens
         places = torch.arange(size, device=tensor.device)
         tensor = tensor.index_select(axis, places % before if repeats else places.clamp(max=before - 1))
         if size > before and tensor.is_floating_point():
-            # As of numbers that are equal, kernels choose another one. What is between 0 and 1 stays so.
+            # Because kernels differ in which of several equal numbers they choose. Numbers between 0 and 1 stay there.
             more = tensor.narrow(axis, before, size - before)
             generator = torch.Generator().manual_seed(size)
             moves = 1 - _MOVED * torch.rand(more.shape, generator=generator).to(more)

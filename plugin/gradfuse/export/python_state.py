@@ -1,7 +1,7 @@
-"""What the code of a step keeps in Python: attributes, globals, variables of closures, generators of random numbers.
+"""State that a step's code keeps in Python: attributes, globals, closure variables, random generators.
 
-A traced program holds the values that these have when it is traced. Here they are found, compared before and after a
-run, and put back. This module imports torch.
+A traced program holds the values that these have when it is traced. This module finds them, compares them before and
+after a run, and puts them back. It imports torch.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from gradfuse.export import clocks, explaining
 from gradfuse.export.torch_step import TorchStep
 
 _MOST_HOLDERS, _MOST_ENTRIES = 20_000, 1_000
-"""How many objects are looked at, the near ones first, and how many entries one may hold: larger ones hold data."""
+"""How many objects are examined, the nearest first, and how many entries one may hold: larger ones hold data."""
 _MOST_NUMBERS = 1 << 24
 """Tensors in attributes are copied up to this many numbers; what is written into others stays."""
 
 _MOST_ADDED = 15_000
-"""Lists are made longer up to here, to see whether something follows from their lengths."""
+"""Lists are extended up to this length, to see whether results depend on their lengths."""
 
 _TENSORS = frozenset(("_parameters", "_buffers"))
 """Entries of modules whose tensors are replaced for each run."""
@@ -54,7 +54,7 @@ _OF_LIBRARY = (
 )
 """Classes of Python's library whose instances keep what code puts there."""
 _MOST_SECONDS = 1.0
-"""So long iterators are asked for what they give in later calls."""
+"""For how long iterators are asked for later items."""
 _FEW = 20
 """So much they are asked for where that is no number or text, but may be large."""
 _ABSENT = object()
@@ -65,8 +65,8 @@ class Replayed:
 
     Attributes:
         iterator: what it takes from.
-        at: how much it has given since.
-        of_call: how much it gives in a call.
+        at: how many items it has given since.
+        of_call: how many items it gives in a call.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -101,7 +101,7 @@ class Replayed:
             self.at = max(self.at - self.of_call, 0)
 
     def rest(self) -> Iterator[Any]:
-        """Return what gives all that it has not given before it was put here."""
+        """Return an iterator over all items that it had not given before it was put here."""
         return itertools.chain(self._given, self.iterator) if self._given else self.iterator
 
 
@@ -114,11 +114,11 @@ def _is_small(value: Any) -> bool:
 
 
 Number: TypeAlias = tuple[str, Any, Any, Callable[[Any], None]]
-"""A number that is not as it was: its name, what it was, what it is, and what sets it."""
+"""A number that has changed: its name, its old and new value, and a setter."""
 
 
 class PythonState:
-    """What code that starts at some objects can reach and change in Python, as it is now.
+    """The current Python state that code can reach and change from some objects.
 
     Args:
         roots: names for messages -> modules and functions.
@@ -153,7 +153,7 @@ class PythonState:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """At the end, put back what was there, for good."""
+        """At the end, restore the state for good."""
         try:
             yield
         finally:
@@ -174,16 +174,16 @@ class PythonState:
             self.restore()
 
     def mark(self) -> None:
-        """Note what is so now, after the first run."""
+        """Record the current state, after the first run."""
         for holder in self._holders:
             holder.mark()
 
     def changed(self) -> list[str]:
-        """Return the names of what is not as it was."""
+        """Return the names of what has changed."""
         return list(dict.fromkeys(name for holder in self._holders for name in holder.changed()))
 
     def numbers(self) -> list[Number]:
-        """Return the numbers that are not as they were."""
+        """Return the numbers that have changed."""
         return [one for holder in self._holders for one in holder.numbers()]
 
     def draws(self) -> bool:
@@ -391,7 +391,7 @@ class _Holder:
         self.owner = owner
 
     def changed(self) -> Iterator[str]:
-        """Yield the names of what is not as it was."""
+        """Yield the names of what has changed."""
         raise NotImplementedError
 
     def numbers(self) -> Iterator[Number]:
@@ -406,7 +406,7 @@ class _Holder:
         """Note what is so after the first run."""
 
     def replay(self, replayed: dict[int, Replayed]) -> None:
-        """Put into the place of iterators what can be put back; `replayed` has it by the `id` of each."""
+        """Replace iterators by ones that can be put back; `replayed` has them by the `id` of each."""
 
     def release(self) -> None:
         """Put iterators into their places again."""
@@ -659,7 +659,7 @@ class _Variable(_Keyed):
         self.owner.set(value)
 
     def _delete(self, key: str) -> None:
-        # None can be taken away again: what stands for none does.
+        # Variables cannot be deleted again: a placeholder stands for a missing one.
         with contextlib.suppress(LookupError):
             self.owner.set(contextvars.Context().run(self.owner.get))
 
@@ -691,7 +691,7 @@ class _Numbers(_Holder):
             yield self.name
 
     def numbers(self) -> Iterator[Number]:
-        # What the first run has filled, and the second one has left, counts nothing.
+        # Memory that the first run has filled, and the second one has left, does not count anything.
         if self._first is not None and not self._is_as(self._first):
             now = self._copy()
             yield self.name, 0, 2, lambda count: self._put_later(now, count / 2)

@@ -1,4 +1,4 @@
-"""GRU and LSTM layers as one operator each way, for sequences of any length.
+"""GRU and LSTM layers as one operator per direction, for sequences of any length.
 
 PyTorch traces a recurrent layer step by step, which fixes the length of its sequences. Under `scanned()` the steps of a
 layer are one operator, `torch.ops.gradfuse.gru_steps` or `lstm_steps`, and their backward passes are operators too.
@@ -113,7 +113,7 @@ _TRACED: dict[str, Any] = {
     "GruRecurrence": gru_steps,
     "GruRecurrenceBackward": gru_steps_backward,
 }
-"""What stands for operators of the domain `aclnn` in traced programs, with the same arguments and results."""
+"""Placeholders for operators of the domain `aclnn` in traced programs, with the same arguments and results."""
 
 _NAMES = {
     torch.ops.gradfuse.lstm_steps.default: "LstmRecurrence",
@@ -121,7 +121,7 @@ _NAMES = {
     torch.ops.gradfuse.gru_steps.default: "GruRecurrence",
     torch.ops.gradfuse.gru_steps_backward.default: "GruRecurrenceBackward",
 }
-"""The names of the operators by what stands for them, as nodes of programs have it."""
+"""Placeholder, as in nodes of programs -> the name of its operator."""
 
 for _name, _steps in _TRACED.items():
     _steps.register_fake(OPS[_name].torch_op.outputs)

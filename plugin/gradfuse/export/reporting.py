@@ -1,4 +1,4 @@
-"""What the exporter says: its refusals, each in one line. What its libraries say about themselves is suppressed."""
+"""Messages of the exporter: its refusals, each in one line. Output of its libraries is suppressed."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _PARTS = (
     "comparing the update with PyTorch",
     "running the model in float64",
 )
-"""What an export consists of, in this order; not each has all of them."""
+"""The parts of an export, in order; not every export has all of them."""
 
 
 class Parts:
     """Tells which part of an export is being done.
 
     Args:
-        progress: called with the part, how many are done, and how many there are; None: nobody is told.
+        progress: called with the part, how many are done, and how many there are; or None.
         large: whether what a part leaves behind is worth looking for.
     """
 
@@ -80,7 +80,7 @@ class Parts:
                 parts._progress("done", len(_PARTS), len(_PARTS))
 
     def begin(self, part: str) -> None:
-        """Tell that a part begins, once the memory of the one before is free."""
+        """Report that a part begins, after freeing the memory of the previous one."""
         if self._large:
             # Programs of torch.export hold copies of the parameters, in cycles.
             gc.collect()
@@ -90,7 +90,7 @@ class Parts:
             self._progress(part, _PARTS.index(part), len(_PARTS))
 
     def tell(self, share: float) -> None:
-        """Tell which share of a long part is done."""
+        """Report the fraction of a long part that is done."""
         now = time.monotonic()
         if self._progress is not None and self._part is not None and now - self._told >= _TELL_EVERY:
             self._told = now
@@ -98,13 +98,13 @@ class Parts:
 
 
 _TELL_EVERY = 1.0
-"""Seconds of a part after which its share is told, and those between two."""
+"""Seconds before the first report of a part's fraction, and between two reports."""
 
 _current: contextvars.ContextVar[Parts | None] = contextvars.ContextVar("_current", default=None)
 
 
 def tell_share(share: float) -> None:
-    """Tell which share of what takes long is done, if somebody is told what is done."""
+    """Report the fraction of a long task that is done, if there is a progress function."""
     parts = _current.get()
     if parts is not None:
         parts.tell(share)
@@ -121,11 +121,11 @@ def mistakes_named() -> Iterator[None]:
     except GradfuseError:
         raise
     except Exception as error:
-        # Whatever it is, it is a mistake of this package.
+        # Any other exception is a bug of this package.
         from gradfuse.export.explaining import is_users
 
         where = traceback.extract_tb(error.__traceback__)[-1]
-        # A warning that the user has made an error is one of his as well.
+        # A warning that the user turned into an error is raised as it is.
         if is_users(where.filename) or isinstance(error, Warning):
             raise
         raise refusal(

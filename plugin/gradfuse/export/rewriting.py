@@ -9,8 +9,8 @@
         if _decision.leave(locals()):
             x = _decision["x"]
 
-`not`, `and`, `or` and conditional expressions of such statements become calls. Where a side ends its round of a loop,
-or the function, what follows becomes part of the other side. `for index in found: ...` becomes
+`not`, `and`, `or` and conditional expressions of such statements become calls. If a side ends its loop iteration, or
+the function, the following statements become part of the other side. `for index in found: ...` becomes
 
     for _chosen, _candidate in gradfuse_decisions.candidates(found):
         if _chosen:
@@ -33,14 +33,14 @@ HELPER = "gradfuse_decisions"
 """The global variable that rewritten functions use."""
 
 _MOST_NODES = 20_000
-"""What follows a decision that ends a round may become part of several sides; more than that is left alone."""
+"""Statements after a decision that ends an iteration may become part of at most this many sides."""
 
 
 _Ended = Callable[[ast.stmt], list[ast.stmt]]
 
 
 class CannotRewriteError(Exception):
-    """Code has no source, or says something that has no other form."""
+    """Code has no source, or a statement that cannot be rewritten."""
 
 
 def rewritten(code: CodeType, asked: frozenset[int]) -> CodeType:
@@ -252,7 +252,7 @@ _OPERATORS: Mapping[type[ast.operator], str] = {
 
 
 class _InPlace(ast.NodeTransformer):
-    """Turns `x += y` into calls: only tensors that are changed can be there again for the other side."""
+    """Turns `x += y` into calls: in-place changes of anything but tensors cannot be undone for the other side."""
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         if not isinstance(node.target, ast.Name):
@@ -266,7 +266,7 @@ class _InPlace(ast.NodeTransformer):
 
 
 class _Expressions(ast.NodeTransformer):
-    """Turns what asks for a truth value within an expression into calls."""
+    """Turns tests of truth values within an expression into calls."""
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         self.generic_visit(node)

@@ -1,7 +1,7 @@
-"""What rounding does to a computation of PyTorch: runs it with every result of arithmetic moved a little.
+"""Measures the effect of rounding in PyTorch: runs a computation with every result of arithmetic moved a little.
 
-A comparison, a maximum or a sort whose operands lie within rounding of each other comes out either way in runs that are
-moved by more than rounding: a few such runs show how far the results may vary. This module imports torch.
+If the operands of a comparison, a maximum or a sort lie within rounding of each other, runs that are moved by more than
+rounding go either way: a few of them show how far the results may vary. This module imports torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradfuse import _torch_private as private
 
-# Without what only chooses or rearranges values: it does not round, and gradients look for equal values in it.
+# Without operators that only select or rearrange values: they do not round, and gradients compare their values.
 _ARITHMETIC = frozenset(
     """
     add sub rsub mul div reciprocal addcmul addcdiv lerp pow square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p

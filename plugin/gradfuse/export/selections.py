@@ -2,8 +2,8 @@
 
 A graph has no branches, but it can compute a layer and then take or leave its result. So functions that decide by a
 random number are rewritten while a step is traced (see `rewriting`): each decision runs both of its sides from the same
-values, and every variable that they bind or change in place becomes `torch.where` of both. What cannot be chosen so, as
-lists of another length or tensors of another shape, must not be used afterwards.
+values, and every variable that they bind or change in place becomes `torch.where` of both. What cannot be selected this
+way, such as lists of different lengths or tensors of different shapes, must not be used afterwards.
 
 A loop over what `nonzero` finds in a vector, such as the experts that got tokens, is a decision for each element.
 
@@ -32,7 +32,7 @@ from gradfuse.export.torch_step import TorchStep
 from gradfuse.training.step import DROPOUT_SEED
 
 _MOST_CANDIDATES = 256
-"""A loop over what is found among more elements is left alone."""
+"""Loops over what is found among more elements are left alone."""
 
 _VECTORS = frozenset("flatten squeeze view reshape".split())
 """Functions that may make a vector of the column of indices that `nonzero` finds."""
@@ -45,11 +45,11 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class CannotSelectError(BaseException):
-    """The sides of a decision do not give what one can choose from. Modules do not catch it, unlike exceptions."""
+    """The sides of a decision give values that cannot be selected from. Modules do not catch it, unlike exceptions."""
 
 
 class _Either:
-    """What is one thing or another by a random number, and can be neither in a graph."""
+    """A value that depends on a random decision, and that a graph cannot represent."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -71,7 +71,7 @@ class Written:
     Attributes:
         buffers: buffers of the step.
         variables: tensors that variables of the function hold.
-        fails: whether the first side is never taken, as it raises an error.
+        fails: whether the first side is never taken, because it raises an error.
     """
 
     buffers: frozenset[str] = frozenset()
@@ -85,7 +85,7 @@ class Trial:
 
     Attributes:
         seed: determines which.
-        skips: whether they do so by leaving rounds out, as PyTorch does, or by selections.
+        skips: whether they skip iterations, as PyTorch does, or use selections.
     """
 
     seed: int
@@ -97,9 +97,9 @@ class Selections:
     """Functions that compute both sides of what they decide by random numbers.
 
     Attributes:
-        codes: the code of each -> the code that takes its place.
+        codes: the code of each -> the code that replaces it.
         lines: the code of each -> the lines in which it decides.
-        written: for each decision in turn what its sides write; None: it is to be found out.
+        written: for each decision, in order, what its sides write; None: it is to be found out.
     """
 
     codes: Mapping[CodeType, CodeType] = dataclasses.field(default_factory=dict)
@@ -152,7 +152,7 @@ class Selections:
 
 def _functions(code: CodeType, step: TorchStep) -> list[FunctionType]:
     """Return the functions that have this code."""
-    # The garbage collector does not know what was frozen; modules and classes do not know functions within functions.
+    # The garbage collector does not track frozen objects; modules and classes do not refer to nested functions.
     pending: list[Any] = [one for one in gc.get_referrers(code) if isinstance(one, FunctionType)]
     for owner in (step.module, step.loss):
         modules = list(owner.modules()) if isinstance(owner, torch.nn.Module) else [owner]
@@ -184,10 +184,10 @@ _HOLDERS = (FunctionType, MethodType, staticmethod, classmethod, property, type)
 
 
 class Found(TorchFunctionMode):
-    """Knows of indices that `nonzero` has found in which vector.
+    """Maps indices that `nonzero` has found to the vector.
 
     Attributes:
-        undrawn: how many dropouts there were of nothing, for which PyTorch draws no numbers.
+        undrawn: how many dropouts had empty inputs, for which PyTorch draws no numbers.
         sizes: those of all that was selected by values.
     """
 
@@ -248,7 +248,7 @@ class Decisions:
     Attributes:
         written: for each decision that was made what its sides write.
         surveys: whether that is to be found out.
-        open: how many loops over what was found are within one of their rounds.
+        open: how many loops over what was found are within one of their iterations.
         left_out: how many rounds a trial has left out.
     """
 
@@ -473,7 +473,7 @@ class _Decision:
         return after
 
     def _chosen(self, name: str, first: Any, second: Any) -> Any:
-        """Return what is the first if the condition holds, and else the second."""
+        """Return the first if the condition holds, otherwise the second."""
         if first is second or (type(first) is type(second) and type(first) in _NUMBERS and first == second):
             return first
         if type(first) is type(second) and isinstance(first, (tuple, list)) and len(first) == len(second):
@@ -492,7 +492,7 @@ class _Decision:
 
 
 def _as_tensor(value: Any, like: Tensor | None) -> Tensor | None:
-    """Return a tensor or number as a tensor that is as good in arithmetic; None: there is none."""
+    """Return a tensor or number as a tensor that is equivalent in arithmetic; None: there is none."""
     if isinstance(value, Tensor):
         return value
     if type(value) not in _NUMBERS:

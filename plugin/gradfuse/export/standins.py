@@ -1,9 +1,9 @@
-"""Operators that stand in a translated forward program until its gradients are written.
+"""Placeholder operators in a translated forward program, until its gradients are written.
 
-Rules would not make their gradients of ONNX's own operators: `tensor.detach()` ends a gradient, what `torch.no_grad`
-writes into a tensor leaves it its gradient, ReLU6 has none at its bounds, nor has `padding_idx` of an embedding, a
-masked softmax gives 0 instead of NaN, and ONNX has no logarithm of 1 + x with the digits of a small x. Each has a
-gradient rule, and a function that takes its place afterwards. This module imports torch.
+The gradients of their ONNX translations would be wrong: `tensor.detach()` stops a gradient; a tensor written under
+`torch.no_grad` keeps its gradient; ReLU6 has none at its bounds, nor has `padding_idx` of an embedding; a masked
+softmax gives 0 instead of NaN; and ONNX has no accurate log(1 + x) for small x. Each placeholder has a gradient rule,
+and a function that replaces it afterwards. This module imports torch.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ BODIES = {
     "GroupedRows": ROWS,
     "GroupedInner": INNER,
 }
-"""The function that takes the place of each."""
+"""The function that replaces each."""
 
 KEPT = (
     aten._safe_softmax.default,
@@ -215,7 +215,7 @@ KEPT = (
     aten.hardtanh.default,
     aten.relu6.default,
 )
-"""What decompositions must leave."""
+"""Operators that decompositions must leave."""
 
 _SUMMED = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -254,7 +254,7 @@ _PASS_GRADIENT = torch.ops.gradfuse.pass_gradient.default
 
 
 def keep_stops(program: ExportedProgram) -> None:
-    """Mark where gradients end in a traced program, by `detach` or `no_grad`: decompositions forget it."""
+    """Mark where `detach` or `no_grad` stops gradients in a traced program: decompositions lose it."""
     for module in program.graph_module.modules():
         if not isinstance(module, torch.fx.GraphModule):
             continue
@@ -405,7 +405,7 @@ def _node(name: str, *inputs: Any, **attributes: int) -> Any:
 
 
 def put_bodies_in(model: ir.Model) -> None:
-    """Give a model the functions of the operators that stand in it."""
+    """Give a model the functions of the placeholders in it."""
     used = {node.op_type for node in model.graph.all_nodes() if node.domain == LOCAL_DOMAIN}
     for name in sorted(used):
         text = f'<domain: "{LOCAL_DOMAIN}", opset_import: ["": {OPSET_OF_FUNCTIONS}]>{BODIES[name]}'
@@ -441,15 +441,13 @@ def hardtanh(call: Call) -> Iterator[Gradient]:
 
 @gradient("Log1p", domain=LOCAL_DOMAIN)
 def log1p(call: Call) -> Iterator[Gradient]:
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
+    x, dy = call.operands()
     yield dy / (x + 1)
 
 
 @gradient("Expm1", domain=LOCAL_DOMAIN)
 def expm1(call: Call) -> Iterator[Gradient]:
-    x, dy = call.x[0], call.dy[0]
-    assert x is not None and dy is not None
+    x, dy = call.operands()
     yield dy * x.exp()
 
 

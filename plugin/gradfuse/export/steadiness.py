@@ -1,6 +1,6 @@
 """A step must compute the same whenever it runs on the same tensors: what changes would be a constant of the model.
 
-What changes is a counter, a clock, a generator of random numbers, or what the code keeps of earlier batches. The step
+Such a change comes from a counter, a clock, a random generator, or values kept from earlier batches. The step
 is run twice, from the same tensors and the same state of PyTorch's, numpy's and Python's own generators, but with all
 else in Python as the first run left it. Where the code changes something there, it is also run with later numbers, and
 with other tensors, as if it were new and as if it had run before. This module imports torch.
@@ -37,7 +37,7 @@ from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS
 
 _LATER = (10, 150, 1_500, 15_000, 62_999_999, 63_000_000)
-"""Counts of calls that are tried: beyond most bounds, and multiples of most numbers that code takes remainders by."""
+"""Counts of calls to try: beyond most thresholds, and multiples of most numbers that code divides by."""
 _MORE_RUNS, _MORE_SECONDS = 20, 1.0
 """How many more runs, as far as the time goes, where code changes something: what follows from it may do so late."""
 _TIMES = (
@@ -59,7 +59,7 @@ _EXPECTED = (
 
 
 def first_run(step: TorchStep, state: PythonState, *, frozen_inputs: bool = False) -> Outcome:
-    """Run a step, and require that it would give the same in every run.
+    """Run a step, and require that every run gives the same results.
 
     Args:
         step: the step.
@@ -128,7 +128,7 @@ def first_run(step: TorchStep, state: PythonState, *, frozen_inputs: bool = Fals
 
 
 def tied(step: TorchStep) -> str | None:
-    """Return what to say of a step whose results follow from a choice among equal numbers; None if they do not."""
+    """Return the message about a step whose results depend on a choice among equal numbers; None if they do not."""
     try:
         with ties.Ties() as found:
             first = _run(step)
@@ -341,11 +341,11 @@ def _is_whole(*numbers: Any) -> bool:
 
 
 _OF_UPDATES: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("_version", "grad")}
-"""What an update leaves at a tensor beside its numbers."""
+"""Attributes, beside its numbers, that an update changes in a tensor."""
 
 
 class _TracesOfUpdates(TorchFunctionMode):
-    """Notes where the user's code reads what an update leaves at a tensor beside its numbers.
+    """Records where the user's code reads attributes that an update changes in a tensor.
 
     Attributes:
         places: what it reads, and where.
@@ -365,7 +365,7 @@ class _TracesOfUpdates(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _elsewhere_in_memory() -> Iterator[None]:
-    """Let tensors and other objects lie elsewhere than before: code may ask for their `id`."""
+    """Move tensors and other objects to other addresses than before: code may use their `id`."""
     held = [[object(), torch.empty(_FEW)] for _ in range(_HELD)]
     yield
     held.clear()
@@ -430,7 +430,7 @@ def _differ(step: TorchStep, first: dict[str, Tensor], second: dict[str, Tensor]
             if not a.is_floating_point():
                 return True
             if scale is None:
-                # Most runs are equal to the bit, and need none.
+                # Most runs are bit-identical, and need none.
                 scale = max(_magnitude(one) for one in first.values() if one.is_floating_point())
             bound = eps * (_ROUNDINGS * _magnitude(a) + _ROUNDINGS_OF_LARGEST * scale)
             # NaN in both is no difference.

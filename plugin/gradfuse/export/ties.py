@@ -18,7 +18,7 @@ _OF_RANK = {aten.kthvalue.default: 1, aten.median.dim: None, aten.nanmedian.dim:
 
 
 class Ties(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes where one of several equal numbers is chosen first.
+    """Records where one of several equal numbers is first chosen.
 
     Attributes:
         operator, place: which operator chooses, and where; None: none does.
@@ -38,7 +38,7 @@ class Ties(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class OtherChoices(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets these operators choose others among equal numbers: as if numbers were in reverse order."""
+    """Makes these operators choose differently among equal numbers, as if the numbers were in reverse order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""Functions of torch that a step is traced with in other operators: those with gradients and sizes that are known.
+"""Functions of torch that tracing replaces by operators whose gradients and sizes are known.
 
-They are replaced where they are called, as a traced program would not show what they mean. This module imports torch.
+They are replaced at their calls, because a traced program would lose their meaning. This module imports torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def grid_sample(
 
 
 def grid_sampler(input: Tensor, grid: Tensor, mode: int, padding: int, align_corners: bool) -> Tensor:
-    """Sample pictures as PyTorch's kernel does, to the last digit of a place and with its gradients at exact pixels."""
+    """Sample pictures as PyTorch's kernel does, with positions equal to the last digit, and its gradients at exact
+    pixels."""
     if input.dim() != _AXES_OF_PICTURES or mode == _BICUBIC:
         return torch.grid_sampler(input, grid, mode, padding, align_corners)
     items, channels, *sizes = input.shape
@@ -215,7 +216,7 @@ _HALF_LOG_2_PI = 0.9189385332046727
 def fake_quantize_per_tensor_affine(
     input: Tensor, scale: Any, zero_point: Any, quant_min: int, quant_max: int, **named: Any
 ) -> Tensor:
-    """Round to steps; the gradient passes where these are in range."""
+    """Round to steps; gradients pass for numbers in range."""
     places = torch.round(input * (1.0 / scale)) + zero_point
     inside = (places >= quant_min) & (places <= quant_max)
     passed = torch.where(inside, input, 0.0)
@@ -235,7 +236,7 @@ def fake_quantize_per_channel_affine(
 
 
 def data(tensor: Tensor, *of_class: Any) -> Tensor:
-    """Read `.data`, which torch.export takes for a constant."""
+    """Read `.data`, which torch.export treats as a constant."""
     # What is written into the alias of a tensor is lost in a part of the program that is under `no_grad`.
     return tensor.detach() if tensor.requires_grad else tensor
 

@@ -39,9 +39,9 @@ def onnx_translation_table() -> dict[Any, Callable[..., Any]]:
     - `aten.nll_loss_forward` gives the total weight that a mean divides by, which torch.onnx leaves at 1.
     - `aten.masked_select` becomes `Compress`, and `prims.view_of`, which decompositions leave, `Identity`.
 
-    The nodes have no function bodies yet: `gradfuse.fuse` adds them to the exported program, and puts the operators in
-    that no single ATen operator stands for (the gradients of cross entropy, of softmax with scale and mask, and of
-    grouped biases).
+    The nodes have no function bodies yet: `gradfuse.fuse` adds them to the exported program, and inserts the operators
+    that replace several ATen operators (the gradients of cross entropy, of softmax with scale and mask, and of grouped
+    biases).
 
     Raises:
         ExportError: torch or onnxscript is not installed.

@@ -1,4 +1,4 @@
-"""The judge of exported models: every output is compared with PyTorch's, within what rounding does to the step.
+"""The judge of exported models: compares every output with PyTorch's, within what rounding does to the step.
 
 This module imports torch.
 """
@@ -41,13 +41,15 @@ _NARROW = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
 
 _SUFFIXES = (GRADIENT_SUFFIX, UPDATED_SUFFIX)
 
-_PART = 2**20
-"""How many elements of a parameter PyTorch updates at once."""
+_PART = 2**17
+"""How many elements of a parameter PyTorch updates at once: what is made of them stays in the cache."""
+_IN_ONE_PASS = (torch.optim.Adam, torch.optim.AdamW)
+"""Whose update PyTorch has as one kernel as well, which takes a quarter of the time."""
 _UPDATED = 2**24
 """How many elements of all parameters the model updates at once."""
 
 Run = Callable[[TorchStep, Callable[[Tensor], Tensor]], Arrays]
-"""Returns the outputs of a step to whose tensors a function is applied first."""
+"""Returns the outputs of a step after a function is applied to its tensors."""
 
 
 def has_onnxruntime() -> bool:
@@ -60,7 +62,7 @@ def has_onnxruntime() -> bool:
 
 
 def own_outputs(native: Outcome) -> Arrays:
-    """Return what a run of a step gives, by the names of a model's outputs."""
+    """Return the results of a run of a step, by the names of a model's outputs."""
     return _named(native, native.changed)
 
 
@@ -73,7 +75,7 @@ def truth_of(
         step: the step.
         native: what a run of it gave.
         seed: the seed.
-        own: the outputs of a run with this seed, where there was one.
+        own: the outputs of a run with this seed, if there was one.
         in_float64: whether it also runs in float64.
     """
 
@@ -97,8 +99,11 @@ def truth_of(
 
 
 @contextlib.contextmanager
-def memory_watched(step: TorchStep, shelf: Shelf) -> Iterator[None]:
-    """Let runs in float64 keep a share of what the first runs of a step took in memory, and warn if there is less."""
+def memory_watched(step: TorchStep, shelf: Shelf, save_memory: Callable[[], None]) -> Iterator[None]:
+    """Limit what float64 runs keep in memory by what the first runs of a step took, and warn if there is less.
+
+    If these took much, calls `save_memory`, which makes the rest of the export save memory.
+    """
     before, earlier = memory.resident(), memory.most_resident()
     yield
     most, free = memory.most_resident(), memory.available()
@@ -107,8 +112,10 @@ def memory_watched(step: TorchStep, shelf: Shelf) -> Iterator[None]:
     # The gradients of the first run were kept while the second one was made.
     kept = sum(step.state[name].nbytes for name in step.trainable)
     grown = max(0, most - before - kept)
-    # Beside what they keep, a run has the state in float64, and what its largest operators take for themselves.
+    # Besides, a run holds the state in float64, and the scratch memory of its largest operators.
     shelf.limit(min(grown // 3, free // 2))
+    if grown > memory.SMALL:
+        save_memory()
     # What the process took earlier, as for another export, was more where it did not grow.
     if 2 * grown > free and most != earlier:
         needed, there, less = (f"{size / 2**30:.1f} GiB" for size in (2 * grown, free, grown + kept))
@@ -121,7 +128,7 @@ def memory_watched(step: TorchStep, shelf: Shelf) -> Iterator[None]:
 
 @contextlib.contextmanager
 def traced_as_run(step: TorchStep) -> Iterator[None]:
-    """Say of a refusal if the module itself computes something else, or fails, when it is traced.
+    """Add to a refusal if the module itself computes something else, or fails, when it is traced.
 
     Raises:
         ExportError: the step is refused.
@@ -164,7 +171,7 @@ class Truth:
         own: the outputs in the step's own types.
         exact: the outputs in float64; None if the module insists on another type, or gives no finite numbers in it, or
             if they are not asked for.
-        kernels: what the rounding of another runtime's kernels may do.
+        kernels: the effect of rounding in another runtime's kernels.
         narrow: what it may do besides where a step of float32 rounds to 16 bits.
         constants: what the rounding of a model's constants may do.
         run: runs the step.
@@ -219,7 +226,7 @@ class Truth:
     def elsewhere(self, seed: int) -> Truth:
         """Return the same for parameters, buffers and a batch that are a thousandth larger or smaller.
 
-        Odd seeds also move parameters that are whole numbers, as those that begin as an identity.
+        Odd seeds also move integral parameters, such as those that begin as an identity.
         """
         rounding = Rounding(bounds.OTHER_SIZE, seed)
         state = {
@@ -265,9 +272,9 @@ class Truth:
         """Run a model in stock onnxruntime and compare every output, by its name, with PyTorch.
 
         An output passes if max|actual - exact| <= 16 max|native - exact| + 64 eps max|exact| + 8 eps G, with eps the
-        spacing of the parameters' type at 1 and G the largest output of the step that is no whole number: what should
-        be 0 can be no better than the terms that cancel in it. If not, max|actual - exact| may be larger by
-        4 max|moved - exact|, with the largest of up to 16 runs in which every result of arithmetic is moved by up to 64
+        machine epsilon of the parameters' type and G the largest non-integer output of the step: a result that should
+        be 0 can be no more exact than the terms that cancel in it. If not, max|actual - exact| may be larger by 4
+        max|moved - exact|, with the largest of up to 16 runs in which every result of arithmetic is moved by up to 64
         roundings: an activation that rounding may put on the other side of a kink lies there in half of them. Integers
         must be equal.
 
@@ -291,7 +298,7 @@ class Truth:
         give_back()
         reference = self.own if self.exact is None else self.exact
         eps = self.step.eps
-        # Counters and the seed of dropout are no measure of what rounding does.
+        # Counters and the seed of dropout do not measure rounding.
         rounded = {name for name, array in results.items() if array.dtype.kind not in "biu"}
         # Nor is what the loss gives beside its value.
         own = [name for name in rounded if name == LOSS or name.endswith((GRADIENT_SUFFIX, UPDATED_SUFFIX))]
@@ -408,7 +415,7 @@ class Truth:
     def _judge_in_float64(self, results: Arrays, which: str) -> None:
         assert self.exact is not None
         eps = self.step.eps
-        # What is 0 but for rounding, as the gradient of a softmax over one element, is not 0 in float64 either.
+        # What is 0 except for rounding, such as the gradient of a softmax over one element, is not 0 in float64 either.
         gradients = [array for name, array in self.exact.items() if name.endswith(GRADIENT_SUFFIX)]
         noise = 8 * np.finfo(np.float64).eps * max(map(bounds.magnitude, gradients), default=0.0)
         for name, array in results.items():
@@ -444,7 +451,7 @@ def _another_shape(name: str, which: str, got: tuple[int, ...], wanted: tuple[in
 
 
 class _Spread:
-    """How far each output goes from the exact one when results are moved by a number of roundings.
+    """How far each output moves from the exact one when results are moved by a number of roundings.
 
     Args:
         moved: (roundings, seed) -> the outputs of a run that is moved by that number of roundings.
@@ -493,7 +500,7 @@ def compare_update(
     updating: Sequence[torch.optim.Optimizer],
     state: Arrays,
 ) -> None:
-    """Compare the update that a model makes of its gradients with the one that the optimizer itself makes of them.
+    """Compare the update that a model makes from its gradients with the one that the optimizer itself makes from them.
 
     A parameter passes if max|actual - exact| <= 16 max|native - exact| + 16 eps (max|exact| + max|change|), where the
     exact one is a float64 run of the optimizer. Both start from the model's own gradients: Adam makes a change of full
@@ -532,7 +539,7 @@ def compare_update(
     if optimizers.MICRO_STEP in feeds:
         # The call that makes the update.
         feeds[optimizers.MICRO_STEP] = np.array(described.accumulate - 1, dtype=np.int64)
-    # By which the model's gradients are larger than those that the optimizer gets in PyTorch.
+    # The factor by which the model's gradients exceed those that the optimizer gets in PyTorch.
     scale = float(state.get(optimizers.LOSS_SCALE, described.accumulate))
     tensors = {name: to_tensor(array) for name, array in given.items()}
     exact = _Updates(step, described, updating, tensors, scale, torch.float64)
@@ -575,7 +582,7 @@ def _farthest(updates: _Updates, others: _Updates, name: str) -> float:
 
 
 def _narrow_eps(update: ir.Model, parameter: Tensor) -> float:
-    """Return the spacing at 1 of the 16-bit type that the update of a wider parameter rounds to; 0.0 for none."""
+    """Return the machine epsilon of the 16-bit type that the update of a wider parameter rounds to; 0.0 for none."""
     if torch.finfo(parameter.dtype).bits <= 16:
         return 0.0
     found = [
@@ -585,9 +592,9 @@ def _narrow_eps(update: ir.Model, parameter: Tensor) -> float:
 
 
 _UPDATES = 8
-"""So many updates in a row are compared, and half as many at a later time."""
+"""How many updates in a row are compared; half as many are at a later time."""
 _LATER = 10_000
-"""So many updates later."""
+"""How many updates later that is."""
 
 
 def _compare_later_updates(
@@ -687,7 +694,7 @@ class _LaterUpdates:
         self._optimizer, self._rounding = optimizer, Rounding(moved, 0) if moved else None
 
     def skip(self, counters: Collection[str], updates: int) -> None:
-        """Let the optimizer think that it has made more updates."""
+        """Raise the optimizer's count of updates."""
         state = self._twin.state[self._parameter]
         for key in counters:
             state[key] = state[key] + updates
@@ -736,8 +743,8 @@ def _updated(updating: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[torch.
 class _Updates:
     """What optimizers make of copies of the parameters, computed in a type; None: in their own.
 
-    The arithmetic of SGD and Adam is of one element each, but for the clipping of all gradients by their norm: so they
-    take parts of parameters, one after another. Others, and those with state in 8 bits, take whole parameters.
+    SGD and Adam are elementwise, except for clipping all gradients by their norm: so they take parts of parameters, one
+    after another. Others, and those with state in 8 bits, take whole parameters.
     """
 
     def __init__(
@@ -751,7 +758,7 @@ class _Updates:
     ) -> None:
         self._gradients, self._scale, self._dtype = gradients, scale, dtype
         names = {id(tensor): name for name, tensor in step.state.items()}
-        # One that is frozen may be nobody's.
+        # A frozen one may belong to no optimizer.
         self._groups = {
             names[id(parameter)]: (optimizer, index, parameter)
             for optimizer, index, parameter in _updated(updating)
@@ -779,7 +786,7 @@ class _Updates:
             part = slice(begin, begin + size)
 
             def taken(value: Any, part: slice = part) -> Any:
-                """Return what a part takes of a tensor, in the type that is computed in."""
+                """Return a part's slice of a tensor, in the type of the computation."""
                 if not isinstance(value, Tensor):
                     return deepcopy(value)
                 if value.shape == parameter.shape and not is_whole:
@@ -789,6 +796,8 @@ class _Updates:
             copy, state = taken(parameter), {key: taken(value) for key, value in held.items()}
             copy.grad = self._gradient(name, part).reshape(copy.shape)
             twin = traced_optimizer.twin(optimizer, {index: [copy]}, {copy: state}, {index: rate})
+            if dtype == torch.float64 and type(optimizer) in _IN_ONE_PASS:
+                twin.param_groups[0]["fused"] = True
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(copy, self._max_norm, self._norm.to(copy.dtype))
             if not self._skipped:
@@ -796,7 +805,8 @@ class _Updates:
             yield part, copy.double().reshape(-1).numpy()
 
     def _gradient(self, name: str, part: slice) -> Tensor:
-        exact = self._gradients[name].reshape(-1)[part].double() / self._scale
+        exact = self._gradients[name].reshape(-1)[part].double()
+        exact = exact if self._scale == 1.0 else exact / self._scale
         return exact.to(self._dtype or self._groups[name][2].dtype)
 
 
@@ -805,7 +815,8 @@ def difference(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
     if a.size == 0:
         return 0.0
     with np.errstate(invalid="ignore"):
-        largest = float(np.abs(a - b).max())
+        apart = a - b
+        largest = float(max(apart.max(), -apart.min())) if apart.dtype.kind == "f" else float(np.abs(apart).max())
         if math.isfinite(largest):
             return largest
         differences = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
@@ -849,7 +860,7 @@ class Opened:
     Args:
         model: the model; it is not changed.
         which: what to call it in messages.
-        as_it_is: whether it is refused where onnxruntime lacks a kernel of 16 bits.
+        as_it_is: whether to refuse the model if onnxruntime lacks a 16-bit kernel.
     """
 
     def __init__(self, model: ir.Model, which: str, *, as_it_is: bool = False) -> None:

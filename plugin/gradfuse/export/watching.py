@@ -1,7 +1,7 @@
-"""The model of a module in evaluation mode, out of its training step.
+"""The evaluation model of a module, taken from its training step.
 
-To trace, decompose and translate a module once more takes seconds. Most modules ask for their mode in dropouts alone:
-what is traced for training is then what evaluation mode gives, but for the dropouts. This module imports torch.
+Tracing, decomposing and translating a module once more takes seconds. In most modules only dropouts depend on the mode:
+then the training trace is also that of evaluation mode, except for the dropouts. This module imports torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch who asks for a mode."""
+        """Watch for code that reads a mode."""
         # Those that are in evaluation mode already stay so.
         training = {id(module) for module in self.module.modules() if module.training}
         self.dropouts, self.asked = 0, False

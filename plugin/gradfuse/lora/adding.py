@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.differentiation.differentiate import values_of
 from gradfuse.errors import ArgumentError, ModelError
 from gradfuse.lora.targets import Target, Use, chosen
 from gradfuse.models import reading
 from gradfuse.models.conversion import inline_functions
+from gradfuse.models.inlining import values_of
 from gradfuse.models.memory import collection_paused
 
 if TYPE_CHECKING:
@@ -41,27 +41,26 @@ def add_lora(
     behind DequantizeLinear. A weight that several nodes read has one adapter, beside each of them.
 
     A is an initializer `<module>.lora_A.weight` of shape (rank, in), and B is `<module>.lora_B.weight` of shape
-    (out, rank), as in PEFT. A is uniform within 1 / sqrt(in), B is 0, so that the model gives what it gave. They are
-    float64 beside weights in float64, and else float32. Functions of the model are inlined. A training step that trains
-    adapters alone is
-    `build_training_step(model, loss, trainable=["*.lora_*"])`.
+    (out, rank), as in PEFT. A is uniform within 1 / sqrt(in), B is 0, so that the model's outputs do not change. They
+    are float64 beside weights in float64, and float32 otherwise. Functions of the model are inlined. A training step
+    that trains adapters alone is `build_training_step(model, loss, trainable=["*.lora_*"])`.
 
     Args:
         model: a path, an `onnx.ModelProto`, an `onnx_ir.Model` or a `torch.onnx.ONNXProgram`.
         targets: names of initializers, nodes or modules, or patterns as of `fnmatch`; as in PEFT, the last parts of a
-            module's name will do: "q_proj". A pattern takes the weights among what it matches: "*" takes all.
+            module's name suffice: "q_proj". A pattern selects the weights among what it matches: "*" selects all.
         rank: the rank of the adapters, PEFT's `r`.
         alpha: PEFT's `lora_alpha`.
         seed: the seed of A.
         modules: name of a weight -> name of its module, for files that have lost it. It is otherwise taken from the
-            weight's name (`<module>.weight`), from what torch.onnx notes of a node, or from the node's name; where
-            these do not tell, it is the weight's name.
+            weight's name (`<module>.weight`), from torch.onnx's metadata of a node, or from the node's name; if none of
+            these has it, it is the weight's name.
 
     Returns:
         The model, of the same kind.
 
     Raises:
-        ArgumentError: a pattern matches no weight, a weight is no matrix or is read in several ways, a module has an
+        ArgumentError: a pattern matches no weight, a weight is not a matrix or is read in several ways, a module has an
             adapter already, or a number is out of range.
         ModelError: the model cannot be read.
     """
@@ -73,9 +72,9 @@ def add_lora_inputs(model: ModelLike, targets: str | Iterable[str], *, modules: 
     """Add optional inputs for low-rank adapters beside weights of a model, to be served by stock onnxruntime.
 
     The adapters of `add_lora` are inputs here, of any rank, whose default values have rank 0: without an adapter the
-    model gives what it gave. `onnxruntime.RunOptions.add_active_adapter` sets them, from a file that `save_adapter`
-    wrote, for one run. The scale alpha / rank is in the file's B, so that adapters of any rank and alpha serve one
-    model.
+    model's outputs do not change. `onnxruntime.RunOptions.add_active_adapter` sets them, from a file that
+    `save_adapter` wrote, for one run. The file's B includes the scale alpha / rank, so that adapters of any rank and
+    alpha fit one model.
 
     Args:
         model: as for `add_lora`.
@@ -133,7 +132,7 @@ def adapter_names(module: str) -> tuple[str, str]:
 
 
 def known_modules(who: str, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the metadata of a model says of the adapters of each module.
+    """Return what the metadata of a model says about the adapters of each module.
 
     Raises:
         ModelError: it is not what `add_lora` writes.

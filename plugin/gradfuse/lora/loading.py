@@ -1,4 +1,4 @@
-"""`gradfuse.load_adapter` and `gradfuse.convert_adapter`: adapters that PEFT or onnxruntime have stored."""
+"""`gradfuse.load_adapter` and `gradfuse.convert_adapter`: adapters stored by PEFT or for onnxruntime."""
 
 from __future__ import annotations
 
@@ -59,22 +59,22 @@ class _Adapter:
 
 
 def load_adapter(session: TrainingSession, path: str | os.PathLike[str], *, within: str | None = None) -> None:
-    """Set the adapters of a session to those of a file, to go on training them; the optimizer's state stays as it is.
+    """Set the adapters of a session to those of a file, to train them further; the optimizer's state stays as it is.
 
     Args:
-        session: a session of a step whose model `add_lora` has made.
+        session: a session of a step whose model `add_lora` returned.
         path: a folder of PEFT, or a file `*.onnx_adapter`.
-        within: of a folder, the name that the module which PEFT was given has in the model, such as "model"; None: it
-            is the model.
+        within: for a folder, the name in the model of the module that was given to PEFT, such as "model"; None: it is
+            the model itself.
 
     Raises:
-        ArgumentError: the session has no adapters, or not those modules, ranks and scales that the file has. Nothing
-            is changed then.
-        ModelError: the files cannot be read, or are of adapters that compute something else, such as DoRA's.
+        ArgumentError: the session has no adapters, or other modules, ranks and scales than the file. Then nothing
+            changes.
+        ModelError: the files cannot be read, or hold adapters that compute something else, such as DoRA's.
         GradfuseError: safetensors is not installed, or onnxruntime is older than 1.20.
 
     Warns:
-        UserWarning: PEFT has trained with dropout; the step has none.
+        UserWarning: PEFT trained with dropout; the step has none.
     """
     if not isinstance(session, TrainingSession):
         raise ArgumentError(f"{_LOAD}: session is {type(session).__name__}; expected a TrainingSession")
@@ -120,15 +120,15 @@ def convert_adapter(
         source: a folder of PEFT, or a file `*.onnx_adapter`.
         target: a file `*.onnx_adapter`, or a folder.
         base: the model that the adapters are for, with or without the inputs of `add_lora_inputs`. The file gets its
-            names of modules, of which PEFT's may be the last parts, and each adapter is checked against the sizes of
+            names of modules, also if PEFT's are only their last parts, and each adapter is checked against the sizes of
             its weight; None: the names are PEFT's.
-        within: the name that the module which PEFT has has in the model, such as "model"; None: it is the model.
+        within: the name of PEFT's module in the model, such as "model"; None: it is the model itself.
 
-    A folder of a file has alpha = rank, as the file's B has the scale in it.
+    A folder made from a file has alpha = rank, because the file's B includes the scale.
 
     Raises:
         ArgumentError: both are folders or both files; or the base has no such module, or one of other sizes.
-        ModelError: a file cannot be read or written, or is of adapters that compute something else, such as DoRA's.
+        ModelError: a file cannot be read or written, or holds adapters that compute something else, such as DoRA's.
         GradfuseError: safetensors is not installed, or onnxruntime is older than 1.20.
     """
     require_path(source, _CONVERT)

@@ -32,24 +32,24 @@ PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 def save_adapter(
     trained: TrainingSession | TrainingStep, path: str | os.PathLike[str], *, within: str | None = None
 ) -> None:
-    """Write the adapters that `add_lora` added, as they are now.
+    """Write the current values of the adapters that `add_lora` added.
 
     Args:
-        trained: a session of a training step; of a step itself, the values that training starts from are written.
+        trained: a session of a training step; or a step, for the values that training starts from.
         path: a file `*.onnx_adapter` for `onnxruntime.LoraAdapter` and the model of `add_lora_inputs`, where B is
             multiplied by alpha / rank; or else a folder for `peft.PeftModel.from_pretrained`, with
             `adapter_model.safetensors` and `adapter_config.json`.
-        within: of a folder, the name that the module which PEFT is given has in the one that was exported, such as
-            "model" where an exported wrapper has it as `self.model`; None: it is the exported one.
+        within: for a folder, the name of PEFT's module in the exported one, such as "model" if an exported wrapper has
+            it as `self.model`; None: it is the exported one.
 
     Raises:
-        ArgumentError: the step has no adapters of `add_lora`, one is not within that module, or an argument is
-            something else.
+        ArgumentError: the step has no adapters of `add_lora`, one is not within that module, or an argument has the
+            wrong type.
         ModelError: a file cannot be written.
         GradfuseError: safetensors is not installed, or onnxruntime is older than 1.20.
 
     Warns:
-        UserWarning: the step trains parameters that are no adapters; they are not written.
+        UserWarning: the step trains parameters that are not adapters; they are not written.
     """
     require_path(path, _WHO)
     if isinstance(trained, TrainingSession):
@@ -63,7 +63,7 @@ def save_adapter(
     others = [name for name in step.parameters if name not in adapters]
     if others:
         warnings.warn(
-            f"{_WHO}: {others[0]!r} trains and is no adapter; it is not written, as by TrainingSession.save",
+            f"{_WHO}: {others[0]!r} trains and is no adapter; it is not written. TrainingSession.save writes it",
             stacklevel=2,
         )
     path = os.fspath(path)
@@ -84,7 +84,7 @@ def _named_from(prefix: str, found: Mapping[str, _T]) -> dict[str, _T]:
 
 
 def modules_of(model: onnx.ModelProto, who: str) -> dict[str, tuple[int, float]]:
-    """Return the rank and alpha of each module whose adapters are no inputs."""
+    """Return the rank and alpha of each module whose adapters are not inputs."""
     stored = known_modules(who, {entry.key: entry.value for entry in model.metadata_props})
     modules = {module: (int(found["rank"]), float(found["alpha"])) for module, found in stored.items() if found["rank"]}
     if not modules:

@@ -1,4 +1,4 @@
-"""Raises a model to a newer opset: what it computes in onnxruntime stays the same.
+"""Converts a model to a newer opset, without changing its results in onnxruntime.
 
 onnx.version_converter drops attributes (of Upsample and Resize), functions and subgraphs. Here every operator whose
 meaning changed has an adapter, from its first version that differs; all others stay as they are.
@@ -32,7 +32,7 @@ def raise_opset(model: ir.Model, opset: int) -> None:
         opset: the new version; parts that are newer stay as they are.
 
     Raises:
-        ModelError: a node has no equivalent in the newer opset. The model is then of no use any more.
+        ModelError: a node has no equivalent in the newer opset. The model is then unusable.
     """
     holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     for holder in holders:
@@ -52,14 +52,14 @@ def raise_opset(model: ir.Model, opset: int) -> None:
 
 
 def inline_functions(model: ir.Model, chosen: Callable[[ir.Function], bool] = lambda function: True) -> None:
-    """Put the bodies of functions in the place of their calls, in place; they may be of other opsets than the model.
+    """Inline functions, in place; they may have other opsets than the model.
 
     Args:
         model: the model, whose parts get the newest default opset that one of them has.
         chosen: which functions to put in.
 
     Raises:
-        ModelError: a function cannot be put in. The model is then of no use any more.
+        ModelError: a function cannot be inlined. The model is then unusable.
     """
     holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     opsets = {holder.opset_imports[""] for holder in holders if "" in holder.opset_imports}
@@ -81,7 +81,7 @@ def _raise_node(node: ir.Node, before: int, opset: int, names: Names) -> None:
 
 
 def _since(version: int, *op_types: str) -> Callable[[Adapter], Adapter]:
-    """Put an adapter into the table: what brings a node of an older version to this one."""
+    """Register an adapter: it converts a node of an older version to this one."""
 
     def put(adapter: Adapter) -> Adapter:
         for op_type in op_types:
@@ -92,7 +92,7 @@ def _since(version: int, *op_types: str) -> Callable[[Adapter], Adapter]:
 
 
 class _Place:
-    """A node that is rewritten, and the place of the nodes that come ahead of it."""
+    """A node that is rewritten, and the place for nodes before it."""
 
     def __init__(self, node: ir.Node, names: Names) -> None:
         self.node = node
@@ -116,7 +116,7 @@ class _Place:
         self.node.attributes[name] = ir.convenience.convert_attribute(name, value)
 
     def op(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """Put a node ahead of this one; return its output."""
+        """Insert a node before this one; return its output."""
         new = ir.node(op_type, inputs, attributes, name=self._names.fresh("node", f"{self.node.name}/{op_type}"))
         new.outputs[0].name = self._names.fresh("value", f"{self.node.outputs[0].name}/{op_type}")
         assert self.node.graph is not None
@@ -150,7 +150,7 @@ class _Place:
             self.node.replace_input_with(index, value)
 
     def become(self, output: int, value: ir.Value) -> None:
-        """Let a value take the name and the uses of one of the node's outputs."""
+        """Give a value the name and the uses of one of the node's outputs."""
         old = self.node.outputs[output]
         value.shape = old.shape
         if old.dtype is not None:
@@ -160,7 +160,7 @@ class _Place:
         value.name = name
 
     def behind(self, output: int, op_type: str, *inputs: ir.Value) -> None:
-        """Put a node behind one of the node's outputs, whose name and uses its output takes."""
+        """Append a node to one of the node's outputs; its output takes over the name and uses."""
         value, graph = self.node.outputs[output], self.node.graph
         new = ir.node(op_type, [value, *inputs], name=self._names.fresh("node", f"{self.node.name}/{op_type}"))
         new.outputs[0].name = self._names.fresh("value", f"{value.name}/{op_type}")

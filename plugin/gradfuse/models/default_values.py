@@ -41,7 +41,7 @@ class _Default:
 def read(path: str) -> tuple[bytes, Arrays]:
     """Return a model's message without the larger default values of its inputs, and those.
 
-    Whatever is unusual about a file, damage too, stays in the message for those who parse it.
+    Whatever is unusual about a file, also damage, stays in the message for the parser.
 
     Raises:
         OSError: the file cannot be read.
@@ -110,5 +110,5 @@ def _elements(file: BinaryIO, default: _Default) -> np.ndarray[tuple[int, ...], 
     array = np.empty(default.shape, default.dtype)
     if file.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:  # type: ignore[attr-defined]
         raise OSError(f"the file became shorter while {default.name!r} was read")
-    # An optimizer's state begins with zeros: those that nobody writes take no memory.
+    # An optimizer's state begins with zeros: while they are not written, they take no memory.
     return array if np.any(array) else np.zeros(array.shape, array.dtype)

@@ -1,7 +1,7 @@
 """Writes files atomically, and never replaces what belongs to something else.
 
 A file is written in a temporary folder beside its place, and then renamed. The folder is locked while its process
-lives: the next write to the same path clears what a killed process has left, and nothing of one that is alive.
+lives: the next write to the same path removes what a killed process has left, and nothing of a live one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KINDS = (
 
 
 def require_regular(path: str | os.PathLike[str], wanted: str) -> None:
-    """Refuse a path to write to where something is that is no regular file; links are followed.
+    """Refuse to write to a path that holds anything but a regular file; links are followed.
 
     Args:
         path: where to write.
@@ -59,7 +59,7 @@ def require_regular(path: str | os.PathLike[str], wanted: str) -> None:
 
 
 def same(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
-    """Tell whether two paths are of one file, by any links, whether it exists yet or not."""
+    """Return whether two paths name one file, by any links, whether it exists yet or not."""
     if os.path.realpath(first) == os.path.realpath(second):
         return True
     with contextlib.suppress(OSError):
@@ -87,13 +87,13 @@ def write(
     beside: Collection[str] = (),
     durable: bool = False,
 ) -> None:
-    """Write a file, and those that belong to it, whole or not at all; where `path` is a link, its target.
+    """Write a file, and those that belong to it, whole or not at all; if `path` is a link, write its target.
 
     Args:
         path: the file to write. What is there before, its mode excepted, is replaced.
         make: writes the file to the path it is given, and beside it those files named in `beside` that it needs.
         beside: the names of the other files that `make` may write, which get the mode of the first.
-        durable: return only when the disk has what was written.
+        durable: return only when the data is on the disk.
 
     Raises:
         OSError: there is no such folder, it is full, or it may not be written to. What was there before is there still.
@@ -236,7 +236,7 @@ class _Place:
             target, old = os.path.join(self._folder, name), os.path.join(temporary, _OLD, name)
             with open(os.path.join(moved, name), encoding="ascii") as file:
                 ours = file.read()
-            # What another process has put there since is its own.
+            # A file that another process has put there since belongs to that process.
             if not os.path.exists(target) or _identity(target) == ours:
                 if os.path.exists(old):
                     os.replace(old, target)
@@ -256,7 +256,7 @@ def _sync(path: str) -> None:
 
 
 def _label(name: str) -> str:
-    """What tells the temporary folders of one name from those of others, and is short where the name is long."""
+    """A label that identifies the temporary folders of one name, and is short even if the name is long."""
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
 
 

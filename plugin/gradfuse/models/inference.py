@@ -29,7 +29,7 @@ from gradfuse.models.inference_worker import ANSWER, MAGIC, READY, REQUEST
 _Answer = TypeVar("_Answer")
 
 SECONDS = 120
-"""The most that an inference, and the start of a worker, may take."""
+"""The time limit of an inference, and of the start of a worker."""
 _POLL_SECONDS = 0.5
 _END_SECONDS = 5
 _LONGEST_SHAPE = 1024
@@ -42,8 +42,8 @@ _OWN_CODES = (1, 2, 120)
 def infer(model: onnx.ModelProto) -> onnx.ModelProto | None:
     """Return a copy of a model with the types and shapes that onnx infers.
 
-    None where onnx cannot do it: it raises an error, ends its process, or takes longer than `SECONDS`.
-    Threads take turns.
+    None if onnx cannot do it: it raises an error, ends its process, or takes longer than `SECONDS`. One thread at a
+    time.
 
     Raises:
         WorkerError: the worker fails for a reason that is not the model.
@@ -89,8 +89,8 @@ def _is_known(graph: onnx.GraphProto) -> bool:
 def _cut_long_vectors(graph: onnx.GraphProto) -> None:
     """Make long vectors that are computed inputs of a graph.
 
-    onnx follows values element by element, with an object for each: those of a vector as long as an image take it
-    gigabytes, and are no sizes.
+    onnx tracks values element by element, with an object for each: a vector as long as an image takes gigabytes, and
+    does not hold sizes.
     """
     if _has_graphs(graph):
         return
@@ -181,7 +181,7 @@ class _Worker:
 
         Raises:
             _Died: the process ended.
-            WorkerError: the answer makes no sense.
+            WorkerError: the answer is malformed.
         """
         with self._stopped_on_error():
             answer = self._in_time(lambda: self._exchange(model, with_schemas, data_prop))
@@ -216,7 +216,7 @@ class _Worker:
 
     @contextlib.contextmanager
     def _stopped_on_error(self) -> Iterator[None]:
-        """Stop the process at any error, an interrupt too: nobody knows any more what it is to answer next."""
+        """Stop the process at any error, also an interrupt: requests and answers are out of step then."""
         try:
             yield
         except BaseException:
@@ -323,7 +323,7 @@ class _Workers:
                 try:
                     return self._worker.ask(model, with_schemas, data_prop)
                 except _Died:
-                    pass  # Of this model, of what one before did to it, or killed by someone: a new one will tell.
+                    pass  # By this model, by an earlier one, or killed from outside: a new worker will tell.
             if self._worker is not None:
                 self._worker.stop()
             self._worker = _Worker()

@@ -1,26 +1,26 @@
-"""Functions of a model put in the place of their calls, in time that grows linearly with what comes of it."""
+"""Inlines functions of a model, in time linear in the size of the result."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import onnx_ir as ir
 
 
 def inline(model: ir.Model, chosen: Callable[[ir.Function], bool]) -> None:
-    """Put the bodies of functions in the place of their calls: in the graph, subgraphs and other functions.
+    """Inline functions: in the graph, subgraphs and other functions.
 
-    Functions that were called are then no part of the model any more. Values of the bodies and nodes get names that
+    Functions that were called are removed from the model. Values of the bodies and nodes get names that
     nothing else has; the results of a call keep theirs.
 
     Args:
         model: the model, which is changed; none of its functions calls itself.
-        chosen: which functions to put in.
+        chosen: which functions to inline.
 
     Raises:
         ValueError: a function has another opset than the model, takes a graph as an attribute, or is called with more
-            inputs or outputs than it has. The model is then of no use any more.
+            inputs or outputs than it has. The model is then unusable.
     """
     functions = {key: function for key, function in model.functions.items() if chosen(function)}
     gone: set[ir.OperatorIdentifier] = set()
@@ -75,7 +75,7 @@ class Names:
 
 
 def put_branch(graph: ir.Graph, node: ir.Node, branch: ir.Graph, names: Names) -> None:
-    """Put the nodes of a branch in the place of the If that always takes it; its results keep the If's names.
+    """Replace an If by the branch that it always takes; its results keep the If's names.
 
     Args:
         graph: the graph of the If.
@@ -120,6 +120,15 @@ def graphs_of(node: ir.Node) -> list[ir.Graph]:
         elif attribute.type == ir.AttributeType.GRAPHS:
             found += attribute.as_graphs()
     return found
+
+
+def values_of(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Yield all values of a graph and of those within it."""
+    for part in (graph, *graph.subgraphs()):
+        yield from part.inputs
+        yield from part.initializers.values()
+        for node in part:
+            yield from node.outputs
 
 
 def captured_by(node: ir.Node) -> list[ir.Value]:
@@ -184,7 +193,7 @@ def _put_in(graph: ir.Graph, call: ir.Node, function: ir.Function, names: Names)
 
 
 def _resolve(node: ir.Node, attributes: Mapping[str, ir.Attr]) -> None:
-    """Put the call's attributes in the place of references to them; those that it has not are left out."""
+    """Replace references to attributes by the call's attributes; missing ones are left out."""
     for attribute in list(node.attributes.values()):
         if not attribute.is_ref():
             continue

@@ -1,4 +1,4 @@
-"""The memory of this process: when the interpreter looks for garbage, and what the C library keeps."""
+"""The memory of this process: garbage collection, and what the C library keeps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ _MMAP_THRESHOLD = -3
 """glibc's number of the size from which on arrays are mapped."""
 _MAPPED, _MAPPED_LATER = 2**21, 2**25
 """That size in bytes: where memory is short, and what glibc itself ends at."""
+SMALL = 2**26
+"""Of what takes fewer bytes, weights or activations, a few dozen copies may live until an export ends: the search for
+cyclic garbage takes a fifth of it."""
 
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pauses the search for cyclic garbage: what runs under it makes millions of objects that stay until its end."""
+    """Pauses garbage collection for code that creates millions of objects that live until its end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -26,13 +29,13 @@ def collection_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-            # What came about meanwhile is the youngest; it may hold the weights of a model.
+            # Objects created meanwhile are in the youngest generation; they may hold the weights of a model.
             gc.collect(0)
 
 
 @contextlib.contextmanager
 def arrays_mapped() -> Iterator[None]:
-    """Let each large array have pages of its own, which are the system's again once it is freed.
+    """Give each large array pages of its own, which go back to the system when it is freed.
 
     glibc has them in its heap up to 32 MiB, once one of that size was freed: there they leave gaps, which may take a
     fifth of the memory of a model that just fits.
@@ -48,6 +51,26 @@ def arrays_mapped() -> Iterator[None]:
         give_back()
 
 
+@contextlib.contextmanager
+def sparing(large: bool) -> Iterator[Callable[[], None]]:
+    """Save memory where there is much of it, and time elsewhere, where the search for cyclic garbage is paused.
+
+    Args:
+        large: whether there is much of it. Else the yielded function says later that there is.
+    """
+    with contextlib.ExitStack() as paused, contextlib.ExitStack() as mapped:
+
+        def save_memory() -> None:
+            paused.close()
+            mapped.enter_context(arrays_mapped())
+
+        if large:
+            save_memory()
+        else:
+            paused.enter_context(collection_paused())
+        yield save_memory
+
+
 def give_back() -> None:
     """Give freed memory back to the system, where glibc keeps it: arrays of up to 32 MiB stay in its heap."""
     trim = _of_c("malloc_trim")
@@ -61,7 +84,7 @@ def resident() -> int | None:
 
 
 def most_resident() -> int | None:
-    """Return how many it had at most."""
+    """Return the peak number of bytes of memory of this process."""
     return _stated("/proc/self/status", "VmHWM")
 
 

@@ -1,4 +1,4 @@
-"""Models whose nodes are not in order: onnxruntime sorts them, and ONNX asks for it."""
+"""Models whose nodes are not in topological order: ONNX requires it, and onnxruntime sorts them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import onnx
 
 
 def in_order(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model in which each node comes behind those that it reads of: a sorted copy.
+    """Return a topologically sorted copy of a model.
 
-    It is the model itself where it is in order already, or has a cycle.
+    It is the model itself if it is in order already, or has a cycle.
     """
     if all(_is_in_order(holder) for holder in (model.graph, *model.functions)):
         return model

@@ -1,7 +1,7 @@
-"""Models as a device reads them that has onnxruntime and numpy alone: inputs, outputs, tensors and metadata of a file.
+"""Reads models on a device with onnxruntime and numpy alone: inputs, outputs, tensors and metadata of a file.
 
-onnxruntime gets the message as it is in the file, without the default values of inputs: it would keep them beside those
-that are bound to the inputs. It also validates the model.
+onnxruntime gets the message as it is in the file, except for the default values of inputs, which it would keep in
+addition to those that are bound to the inputs. It also validates the model.
 """
 
 from __future__ import annotations
@@ -157,10 +157,11 @@ class _Tensor:
 
 
 def read(path: str | os.PathLike[str]) -> PlainModel:
-    """Read what a file of a model has, but no elements of tensors.
+    """Read a model's file, without elements of tensors.
 
     Raises:
-        ModelError: it cannot be read, is no ONNX model, or stores tensors in a way that `TrainingStep.save` does not.
+        ModelError: it cannot be read, is not an ONNX model, or stores tensors in a way that `TrainingStep.save` does
+    not.
     """
     path = os.fspath(path)
     if not os.path.isfile(path):

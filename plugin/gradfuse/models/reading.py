@@ -275,7 +275,7 @@ def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
 
 
 def _free_unknown_sizes(model: ir.Model) -> None:
-    """Make dimensions free that say nothing.
+    """Make dimensions that carry no information anonymous.
 
     PaddlePaddle writes -1 for those that vary, which onnxruntime takes. onnx's inference numbers the sizes of results
     that it does not know from 0 on in each model: where two have been merged, one name stands for two sizes.

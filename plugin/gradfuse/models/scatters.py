@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 _NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _PLACES = 4
-"""Places there are, at least, for each of the rows that stay rows."""
+"""The fewest places per row for which rows stay rows."""
 
 
 def reduces_by_scatter_nd(model: ir.Model) -> bool:
@@ -32,7 +32,7 @@ def _reduces(node: ir.Node, op_type: str = "ScatterND") -> bool:
 
 
 def replace_scatter_nd(model: ir.Model) -> None:
-    """Put ScatterElements in the place of every ScatterND of a model that has a reduction, and known ranks.
+    """Replace every ScatterND of a model that has a reduction, and known ranks, by ScatterElements.
 
     Numbers of 16 bits, for which onnxruntime has no kernel of either, are added in float32.
     """

@@ -1,4 +1,4 @@
-"""What torch's exporters note of the modules that a node comes from."""
+"""Metadata of torch's exporters about the modules that a node comes from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CALL = re.compile(r"@\d+")
 
 
 def noted_scopes(node: ir.Node) -> Sequence[str]:
-    """Return the names of the modules around a node, the outermost first, and its own; none where nothing is noted."""
+    """Return the names of the modules around a node, the outermost first, and its own; none without metadata."""
     try:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     except (ValueError, SyntaxError):
@@ -39,7 +39,7 @@ def module_of(node: ir.Node) -> str:
 
 
 def noted_parameters(node: ir.Node) -> frozenset[str]:
-    """Return what torch's newer exporter notes as the parameters among the operands of a node's call.
+    """Return the parameters among the operands of a node's call, by the metadata of torch's newer exporter.
 
     Each has the name of its placeholder in the program, whatever tensors the file has been given for it since.
     """

@@ -18,7 +18,7 @@ import numpy.typing as npt
 SMALLEST = 2**20
 """Arrays of fewer bytes stay in memory."""
 _LEAST_ROOM = 2**27
-"""How many bytes a run may always keep in memory: the libraries that it needs take several times that."""
+"""How many bytes a run may always keep in memory: its libraries take several times that."""
 # Large files belong there, by the Filesystem Hierarchy Standard; /tmp may be memory.
 _FOLDER = "/var/tmp"
 
@@ -26,7 +26,7 @@ _current: ContextVar[Shelf | None] = ContextVar("shelf", default=None)
 
 
 class Spilled:
-    """An array in the file of a shelf, whose place there is free again when nobody has the object any more.
+    """An array in the file of a shelf; its place there becomes free when the object is garbage.
 
     Args:
         shelf: the shelf.
@@ -47,9 +47,9 @@ class Spilled:
 
 
 class Shelf:
-    """A file of spilled arrays, and how much of what runs keep for later may stay in memory.
+    """A file of spilled arrays, and how much data runs may keep in memory for later.
 
-    The file has no name where the system allows that, and is gone with the process, however that ends.
+    The file has no name if the system allows that, and vanishes with the process, however that ends.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Shelf:
         self._lock = threading.Lock()
 
     def limit(self, room: int) -> None:
-        """Let runs keep `room` bytes in memory, or the least that is of any use."""
+        """Let runs keep `room` bytes in memory, or the least useful amount."""
         self.room = max(room, _LEAST_ROOM)
 
     def spill(self, array: npt.NDArray[Any]) -> Spilled | None:
@@ -86,7 +86,7 @@ class Shelf:
             return np.fromfile(self._file, dtype, size // np.dtype(dtype).itemsize)
 
     def free(self, place: int, size: int) -> None:
-        """Let a place be written anew by an array of the same size: layers are mostly alike."""
+        """Let an array of the same size reuse a place: most layers are alike."""
         self._free.setdefault(size, []).append(place)
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ def safetensors_numpy(who: str) -> Any:
 
 
 def content(tensors: Mapping[str, Any], who: str) -> bytes:
-    """Return what a file of these arrays has in it, marked as torch's names and layouts.
+    """Return the content of a file of these arrays, marked as torch's names and layouts.
 
     Raises:
         GradfuseError: safetensors is not installed; `who` begins the message.
@@ -43,7 +43,7 @@ def read(path: str | os.PathLike[str], who: str, wanted: str) -> tuple[Arrays, d
     Args:
         path: the file.
         who: what begins the message where safetensors is not installed.
-        wanted: what the file is to be, for the message.
+        wanted: what the file should be, for the message.
 
     Raises:
         ModelError: there is no such file, or it cannot be read.

@@ -1,8 +1,8 @@
 """`to_stock`: the artifacts of onnxruntime-training as a training step for stock onnxruntime.
 
-The way of the artifacts:
+The steps of the conversion:
 
-1. Remove from the training model what adds up gradients between calls.
+1. Remove the accumulation of gradients between calls from the training model.
 2. Replace the operators of the training build by standard ones, and fuse the model.
 3. Add the optimizer's update, with values from the checkpoint.
 4. Cut the loss off the eval model, which gives the evaluation model.
@@ -54,20 +54,20 @@ def to_stock(
 ) -> TrainingStep:
     """Turn what `onnxruntime.training.artifacts.generate_artifacts` wrote into a training step.
 
-    The step runs in stock onnxruntime, begins where the checkpoint ends, and computes the losses and updates that
-    onnxruntime-training 1.19.2 would have, but for rounding. One step is what `module(...)`, `optimizer.step()` and
-    `module.lazy_reset_grad()` did: gradients are not accumulated. onnxruntime-training is not needed.
+    The step runs in stock onnxruntime, continues from the checkpoint, and computes the losses and updates that
+    onnxruntime-training 1.19.2 would have, except for rounding. One step does what `module(...)`, `optimizer.step()`
+    and `module.lazy_reset_grad()` did: gradients are not accumulated. onnxruntime-training is not needed.
 
     Args:
-        artifacts_dir: the folder with `training_model.onnx` and `checkpoint`, and, where they were written,
+        artifacts_dir: the folder with `training_model.onnx` and `checkpoint`, and, if they were written,
             `optimizer_model.onnx` and `eval_model.onnx`. All may have a common prefix. Without the optimizer's model
             the step ends at the gradients; without the eval model `TrainingStep.evaluation_model` is None.
         checkpoint: the checkpoint file to begin at, such as one that training wrote; None: the folder's own.
-        fuse: whether the step is fused, as by `gradfuse.fuse`, and Adam's update is an operator of its own.
+        fuse: whether to fuse the step, as `gradfuse.fuse` does, with AdamW's and SGD's updates as operators.
 
     Returns:
         The step. Inputs that only the loss reads are its targets, the others its inputs. The outputs of its evaluation
-        model are the additional outputs of the eval model, or where it has none, what the loss was put on.
+        model are the additional outputs of the eval model, or, if it has none, those that the loss was added to.
 
     Raises:
         ArgumentError: a path is none.

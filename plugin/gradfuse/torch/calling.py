@@ -97,7 +97,7 @@ class Kernel:
         self._operator = operator
         self._torch_op = operator.torch_op
         self._who = f"aclnn::{operator.stem}"
-        arguments = private.schema_arguments(f"{self._who}{operator.torch_op.schema}")
+        arguments = private.schema_arguments(f"{self._who}{operator.torch_schema}")
         self._names = [argument.name for argument in arguments]
         self._defaults = tuple(argument.default_value for argument in arguments)
         self._attribute_types = [_ATTRIBUTE_TYPES[str(argument.type)] for argument in arguments[len(operator.inputs) :]]

@@ -118,7 +118,8 @@ def scaled_masked_softmax(input: Tensor, mask: Tensor | None = None, scale: floa
     """Softmax of attention scores over the last dimension: `softmax(masked_fill(scale * input, mask, -inf), -1)`.
 
     The forward pass is PyTorch's; only its result is kept for the backward pass, which is one operator,
-    `torch.ops.aclnn.scaled_masked_softmax_backward`. In float64, which that does not take, both are PyTorch's.
+    `torch.ops.aclnn.scaled_masked_softmax_backward`. In float64, which that operator does not support, both are
+    PyTorch's.
 
     Args:
         input: scores, (B, H, S1, S2).
@@ -130,7 +131,7 @@ def scaled_masked_softmax(input: Tensor, mask: Tensor | None = None, scale: floa
         The probabilities, (B, H, S1, S2), of the type that torch.softmax gives them, also under autocast.
 
     Raises:
-        ArgumentError: `input` has not four dimensions.
+        ArgumentError: `input` does not have four dimensions.
     """
     if input.dim() != 4:
         raise ArgumentError(f"scaled_masked_softmax: input is of shape {_show(input)}; expected (B, H, S1, S2)")
@@ -141,11 +142,11 @@ def scaled_masked_softmax(input: Tensor, mask: Tensor | None = None, scale: floa
 
 
 def grouped_bias_add(input: Tensor, bias: Tensor, offs: Tensor | None = None) -> Tensor:
-    """Add a bias to each group of rows, as that of the experts of a layer.
+    """Add a bias to each group of rows, such as those of a layer's experts.
 
-    The backward pass sums the rows of each group in `torch.ops.aclnn.grouped_bias_add_grad`, in float32 and blocks:
-    no atomic additions, so that it has the same bits in every run. In float64, which that does not take, it is
-    PyTorch's.
+    The backward pass sums the rows of each group in `torch.ops.aclnn.grouped_bias_add_grad`, in float32 and in blocks,
+    without atomic additions, so that every run gives the same bits. In float64, which that operator does not support,
+    it is PyTorch's.
 
     Args:
         input: (R, H) with `offs`, else (G, C, H).
@@ -158,7 +159,7 @@ def grouped_bias_add(input: Tensor, bias: Tensor, offs: Tensor | None = None) ->
         The sum, in the shape of `input`.
 
     Raises:
-        ArgumentError: the shapes do not fit each other, or offs are no integers.
+        ArgumentError: the shapes do not fit each other, or offs are not integers.
     """
     groups = input.shape[:1] if offs is None else offs.shape
     rank = 3 if offs is None else 2

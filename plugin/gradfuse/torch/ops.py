@@ -25,7 +25,7 @@ def register_ops() -> None:
 
 def _register(operator: Operator) -> None:
     name, op = f"{DOMAIN}::{operator.stem}", operator.torch_op
-    torch.library.define(name, op.schema, tags=_TAGS)
+    torch.library.define(name, operator.torch_schema, tags=_TAGS)
     kernel = Kernel(operator)
     torch.library.register_kernel(name, ("cpu", "cuda"), kernel)
     torch.library.register_fake(name, kernel.fake)

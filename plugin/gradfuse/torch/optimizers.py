@@ -28,11 +28,11 @@ _STATES = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with state in 8 bits: `torch.optim.AdamW` with 2.03 bytes of state a parameter in the place of 8.
+    """AdamW with state in 8 bits: `torch.optim.AdamW` with 2.03 bytes of state per parameter, not 8.
 
-    Each block of 256 elements has a scale for either moving average; docs/operators.md#applyadamw8bit has the codes.
+    Each block of 256 elements has a scale for each moving average; docs/operators.md#applyadamw8bit has the codes.
     Parameters of fewer than 4,096 elements, and those of float64, have state of their own type. On the CPU one operator
-    updates a parameter, elsewhere those of PyTorch do. `export_training_step` takes it as those of torch.optim.
+    updates a parameter, elsewhere PyTorch's operators do. `export_training_step` accepts it like those of torch.optim.
 
     Args:
         params: parameters, or groups of them.
@@ -123,7 +123,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 class Adam8bit(AdamW8bit):
-    """Adam with state in 8 bits: `torch.optim.Adam`, with what is said of :class:`AdamW8bit`."""
+    """Adam with state in 8 bits: `torch.optim.Adam`, otherwise like :class:`AdamW8bit`."""
 
     _decoupled = False
 

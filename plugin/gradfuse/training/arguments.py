@@ -1,4 +1,4 @@
-"""What users hand to a training session: arrays, paths and execution providers, checked."""
+"""Checks of what users pass to a training session: arrays, paths and execution providers."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def _refuse(where: str, name: str, array: npt.NDArray[np.integer], one: IndexRan
 
 
 def require_path(path: Any, where: str) -> None:
-    """Refuse what is no path."""
+    """Refuse anything but a path."""
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(f"{where}: path is {in_short(path)}; expected a path")
 
 
 def checked_providers(providers: Any, where: str) -> list[Any]:
-    """Return execution providers, after checking their form: onnxruntime prints a warning and ignores others."""
+    """Return execution providers, after checking their form: onnxruntime only warns of others, and ignores them."""
     if providers is None:
         return ["CPUExecutionProvider"]
 
@@ -111,7 +111,7 @@ def as_array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
     Args:
         value: what was given.
         what: what to call it in messages.
-        wanted: what it is to be.
+        wanted: what is expected.
 
     Raises:
         ArgumentError: it cannot be one, such as a tensor of a type that numpy does not have, or has a mask.
@@ -123,16 +123,16 @@ def as_array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        # For each kind of tensor that numpy lacks, torch raises another of these.
+        # torch raises a different one of these for each kind of tensor that numpy lacks.
         raise ArgumentError(f"{what} cannot be an array: {one_line(error)}; expected {wanted}") from error
 
 
 def contiguous(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array as onnxruntime takes its memory: contiguous and aligned."""
+    """Return a contiguous and aligned array, as onnxruntime requires."""
     return np.require(array, requirements=("C", "A"))
 
 
 def in_short(value: Any) -> str:
-    """Return what a value looks like, in one short line."""
+    """Describe a value in one short line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:100]}..."

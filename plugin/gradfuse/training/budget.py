@@ -22,14 +22,14 @@ def within_budget(
     who: str,
     batch: Mapping[str, Any] | None = None,
 ) -> TrainingStep:
-    """Return a step of the same bits that takes no more memory than a budget, as sessions run it.
+    """Return a bit-identical step that keeps within a memory budget when sessions run it.
 
     Args:
         step: the step; it stays as it is.
         budget: as of `RecomputePass`.
         sizes: symbolic dimension of the batch -> its size.
         who: what a message names first.
-        batch: inputs and targets -> their arrays, which the bits are compared on; None: random ones.
+        batch: inputs and targets -> their arrays, for comparing the bits; None: random ones.
 
     Raises:
         GradfuseError: as of `RecomputePass`.

@@ -22,7 +22,7 @@ _STEP_COUNT, _EXTRA = "step_count", "extra"
 
 
 def text_of(step_count: int | None, extra: Mapping[str, Any], where: str) -> str:
-    """Return what a checkpoint holds beside tensors, as JSON.
+    """Return the metadata of a checkpoint, as JSON.
 
     Args:
         step_count: the steps done; None: the file is of the module alone.
@@ -30,7 +30,7 @@ def text_of(step_count: int | None, extra: Mapping[str, Any], where: str) -> str
         where: what messages name first.
 
     Raises:
-        ArgumentError: `extra` is nothing that JSON gives back.
+        ArgumentError: `extra` does not survive a round trip through JSON.
     """
     if not isinstance(extra, Mapping):
         raise ArgumentError(f"{where}: extra is {in_short(extra)}; expected a dictionary")
@@ -59,7 +59,7 @@ def write(path: str | os.PathLike[str], tensors: Arrays, text: str, inputs: Iter
         GradfuseError: safetensors is not installed.
     """
     save_file = tensor_files.safetensors_numpy(where).save_file
-    # Contiguous, as safetensors takes an array's memory as it lies; and marked as torch's names and layouts.
+    # Contiguous, because safetensors writes an array's memory as it is; and marked as torch's names and layouts.
     metadata = {"format": "pt", _METADATA_KEY: text}
 
     def make(written: str) -> None:
@@ -87,10 +87,10 @@ def read(path: str | os.PathLike[str], where: str) -> tuple[Arrays, int, dict[st
 
 
 class BackgroundWork:
-    """Does one piece of work at a time in a thread, and keeps its error for whoever asks next.
+    """Does one piece of work at a time in a thread, and keeps its error for the next caller.
 
-    The interpreter does not end before the thread does. An error that nobody has asked for when the owner is gone
-    becomes a warning.
+    The interpreter does not end before the thread does. If the owner is gone before an error was raised, it becomes a
+    warning.
 
     Args:
         owner: the object that asks for errors.
@@ -105,7 +105,7 @@ class BackgroundWork:
         weakref.finalize(owner, self._abandon)
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin some work, after the end of what was begun before."""
+        """Begin some work, after the previous work has ended."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(work,), name="gradfuse checkpoint")
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Hyperparameters that are inputs of a step: what they are called, and which values they may have.
+"""Hyperparameters that are inputs of a step: their names, and their valid values.
 
 This module needs neither onnx nor onnxruntime.
 """
@@ -23,10 +23,10 @@ _Array = npt.NDArray[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameter:
-    """What the values of a hyperparameter are.
+    """The valid values of a hyperparameter.
 
     Attributes:
-        holds: array -> whether each of its elements is one, as torch.optim asks.
+        holds: array -> whether each of its elements is valid, as in torch.optim.
         wanted: what they are, for messages.
         shape: that of one value.
     """

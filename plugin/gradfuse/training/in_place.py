@@ -1,10 +1,10 @@
 """Updates in place: which inputs of a step onnxruntime may write over, and a graph in which that is right.
 
-onnxruntime takes one tensor as an input and as an output of a run, and checks nothing. That is right where all that
-reads the input has run before its update. The order of nodes in a graph does not promise it, nor do dependencies in
-the graph as it was exported: onnxruntime's optimizer lets nodes read a parameter itself in place of a value that was
-computed of it. So the operators that update get a learning rate that is there only after all other results of the
-step are: whatever reads a parameter and matters is one of their ancestors, in every graph of the same meaning.
+onnxruntime accepts one tensor as both input and output of a run, and checks nothing. That is right if every node that
+reads the input has run before its update. Neither the order of nodes nor the dependencies in the exported graph
+guarantee it: onnxruntime's optimizer may let nodes read a parameter instead of a value that was computed from it. So
+the operators that update get a learning rate that depends on all other results of the step: then every relevant reader
+of a parameter is one of their ancestors, in every equivalent graph.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gradfuse.custom_ops import DOMAIN, OPS
 from gradfuse.training.step import LOSS, UPDATED_SUFFIX
 
 BARRIER = "OptimizationBarrier"
-"""An operator of gradfuse's library: its first input, a float32 scalar, once all its inputs are computed."""
+"""An operator of gradfuse's library that returns its first input, a float32 scalar, after all inputs are computed."""
 
 _ORDERED_BY = "learning_rate"
-"""The input of the operators that update by which they are put behind the barrier."""
+"""The input that puts the operators that update behind the barrier."""
 _COMPUTES = frozenset(
     {
         *("MatMul", "Gemm", "Conv", "ConvTranspose", "ScatterElements", "ScatterND"),
@@ -31,7 +31,7 @@ _COMPUTES = frozenset(
 )
 """Operators whose results are never the memory of an input; of others onnxruntime might make a view."""
 _COMBINES = frozenset({"Add", "Sub", "Mul", "Div"})
-"""Operators that onnxruntime takes away where an operand is a constant, such as 1 or 0, and never else."""
+"""Operators that onnxruntime removes only if an operand is a constant, such as 1 or 0."""
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 
 
@@ -54,7 +54,7 @@ def with_updates_last(
 ) -> tuple[ir.Model, frozenset[str]]:
     """Return a copy of a step's model in which updates run last, and which inputs they may be written over.
 
-    There are none where no operator of ours updates anything. `own_names` are those of the step.
+    There are none if no operator of ours updates anything. `own_names` are those of the step.
     """
     named = own_names or {}
     model = ir.from_proto(proto)
@@ -80,9 +80,9 @@ def with_updates_last(
 
 
 def _separable(graph: ir.Graph, updates: Sequence[_Update]) -> tuple[list[_Update], list[ir.Node]]:
-    """Return those of some updates that can run behind all else but what reads their results, and the nodes that do.
+    """Return the updates that can run after all nodes except those that read their results, and these nodes.
 
-    Nothing that runs behind them may read what they write over, or what may be a view of it.
+    Nothing that runs after them may read what they overwrite, or a possible view of it.
     """
     varying = _varying(graph)
     while True:
@@ -107,7 +107,7 @@ def _behind(graph: ir.Graph, nodes: Collection[ir.Node]) -> list[ir.Node]:
 
 
 def _read_besides(updates: Iterable[_Update], later: Iterable[ir.Node]) -> list[ir.Value]:
-    """Return what updates read but do not write over, and what later nodes read of neither."""
+    """Return what updates read but do not overwrite, and what later nodes read of neither."""
     updates, later = list(updates), list(later)
     within = {output for node in (*(update.node for update in updates), *later) for output in node.outputs}
     read = [value for update in updates for value in update.others]
@@ -126,8 +126,8 @@ def _barrier(value: ir.Value, needed: Iterable[ir.Value], suffix: str) -> ir.Nod
 def _loss_first(graph: ir.Graph, name: str) -> None:
     """Make the gradients of cross entropies wait for the loss.
 
-    Both read the log-probabilities, which may be the largest tensor of a step. onnxruntime would run the loss last,
-    and keep them until then; their gradient takes their memory if nothing is to read them any more.
+    Both read the log-probabilities, which may be the largest tensor of a step. onnxruntime would run the loss last, and
+    keep them until then; their gradient reuses their memory if nothing reads them later.
     """
     loss = next((value for value in graph.outputs if value.name == name), None)
     if loss is None:
@@ -196,7 +196,7 @@ def _input(node: ir.Node, name: str) -> ir.Value:
 
 
 def _varying(graph: ir.Graph) -> set[ir.Value]:
-    """Return the values that elements of inputs go into: what depends on shapes alone may become a constant."""
+    """Return the values that depend on elements of inputs: what depends on shapes alone may become a constant."""
     found = set(graph.inputs)
     for node in graph:
         if node.op_type not in ("Shape", "Size") and not found.isdisjoint(read_by(node)):
@@ -205,7 +205,7 @@ def _varying(graph: ir.Graph) -> set[ir.Value]:
 
 
 def _may_share(values: Iterable[ir.Value], varying: Collection[ir.Value]) -> set[ir.Value]:
-    """Return those inputs of the graph in whose memory some values may lie when the graph runs."""
+    """Return the inputs of the graph whose memory some values may share when the graph runs."""
     found: set[ir.Value] = set()
     seen: set[ir.Value] = set()
     rest = list(values)

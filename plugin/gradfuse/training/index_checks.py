@@ -1,8 +1,9 @@
 """Labels and indices of a batch: the range that each of them must lie in, checked before a step and within its model.
 
-Where PyTorch raises, onnxruntime takes -1 for the last class. A check within a model is nodes that count what is out of
-range, and look an element up that is not there if it is any: in every runtime, the step fails before it changes
-anything. What a step computes indices from is copied for that, so that it may be fused, or rewritten otherwise.
+PyTorch raises where onnxruntime takes -1 for the last class. A check within a model consists of nodes that count the
+indices out of range, and gather an element that does not exist if there are any: in every runtime, the step fails
+before it changes anything. The nodes that compute the indices are copied for this, so that the originals may be
+rewritten.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 _MOST_NODES = 64
 _MOST_BYTES = 4096
 _CHECKED = {"CrossEntropyLossGrad": 2}
-"""Operators that fail themselves where an input is out of range, by which one that is."""
+"""Operators that themselves fail if an index is out of range -> which input that is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SizeOf:
-    """How long an axis of a value of the step is, by the value's name; it is read when the step runs."""
+    """The size of an axis of a value of the step, by the value's name; it is read when the step runs."""
 
     name: str
     axis: int
@@ -52,7 +53,7 @@ class Check:
         index: of values that nothing else computes.
         inputs: the inputs that it is computed from, by name.
         nodes: what computes it, in order.
-        of: the input that it has each element of; None where it is something else.
+        of: the input whose elements it has; None if it is something else.
     """
 
     index: Index
@@ -73,7 +74,7 @@ def checks_of(indices: Iterable[Index], batch: Mapping[ir.Value, str]) -> list[C
         check = _copied(index, batch)
         axis = _axis_of(index.size) if check is None and isinstance(index.size, ir.Value) else None
         if axis is not None:
-            # It needs parameters to be computed, but is there when the step runs.
+            # It depends on parameters, but is known when the step runs.
             check = _copied(dataclasses.replace(index, size=axis), batch)
         found.append(check)
     return [check for check in found if check is not None]
@@ -89,7 +90,7 @@ def ranges_of(checks: Iterable[Check]) -> dict[str, tuple[IndexRange, ...]]:
 
 
 def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:
-    """Let a step's model fail where an index is out of range, unless an operator in it does so itself.
+    """Make a step's model fail if an index is out of range, unless an operator in it already does.
 
     Args:
         model: a step, with the inputs that the checks are of.
@@ -115,7 +116,7 @@ def append(model: ir.Model, checks: Iterable[Check], prefix: str) -> None:
         if isinstance(size, SizeOf):
             known = _size(graph, nodes, size)
             if known is None:
-                # Only an operator that checks for itself takes all that reads it.
+                # Only an operator that checks by itself reads all of it.
                 continue
             size = known
         count = _out_of_range(graph, nodes, index, size, check.index.ignored)
@@ -176,7 +177,7 @@ def _out_of_range(
 
 
 def _name(result: GraphTensor, nodes: Nodes, check: Check) -> None:
-    """Give the node that fails where an index is out of range a name that says so."""
+    """Name the node that fails on an index out of range accordingly."""
     node = result.value.producer()
     assert node is not None
     names, size = " and ".join(sorted(check.inputs)), check.index.size
@@ -199,7 +200,7 @@ def _is_checked(graph: ir.Graph, check: Check) -> bool:
 
 
 def _viewed(value: ir.Value | None) -> ir.Value | None:
-    """Return what a value is a view of, with each element once."""
+    """Return the value that this is a view of, with each element once."""
     while value is not None and (node := value.producer()) is not None and not node.domain:
         if node.op_type not in _VIEWS and not (node.op_type == "Cast" and value.dtype in _INTEGERS):
             break
@@ -208,7 +209,7 @@ def _viewed(value: ir.Value | None) -> ir.Value | None:
 
 
 def _copied(index: Index, batch: Mapping[ir.Value, str]) -> Check | None:
-    """Return a check of an index; None if it is computed from something else than the batch, or of many nodes."""
+    """Return a check of an index; None if it does not depend on the batch alone, or needs many nodes."""
     size = index.size if isinstance(index.size, ir.Value) else None
     inputs: dict[str, ir.Value] = {}
     copies: dict[ir.Value, ir.Value] = {}
@@ -244,7 +245,7 @@ def _copied(index: Index, batch: Mapping[ir.Value, str]) -> Check | None:
 
 
 def _axis_of(size: ir.Value) -> SizeOf | None:
-    """Return whose size along which axis a value is; None: it is computed otherwise."""
+    """Return the value and axis whose size this value is; None: it is computed otherwise."""
     node = size.producer()
     if node is not None and node.op_type == "Squeeze" and not node.domain:
         shape = node.inputs[0]

@@ -1,7 +1,7 @@
-"""Names that a step gives to its own inputs and outputs, where tensors of the user have them already.
+"""Conflicts between the names of a step's own inputs and outputs and those of the user's tensors.
 
-While a step is made, the user's tensors stand aside. In the finished step they have their names, and what is the step's
-own has others.
+While a step is built, conflicting tensors of the user have temporary names. In the finished step they have their own,
+and the step's inputs and outputs have others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.models.arrays import Arrays
+from gradfuse.models.inlining import values_of
 from gradfuse.training.hyperparameters import LEARNING_RATE
 from gradfuse.training.step import DROPOUT_SEED, LOSS, STEP, UPDATED_SUFFIX, TrainingStep
 
@@ -22,12 +23,12 @@ _OURS = rf"(scaled_)?{LOSS}|{STEP}|micro_step|n_averaged|loss_scale|growth_track
 
 
 def aside(name: str) -> str:
-    """Return what to call a tensor of the user that stands aside."""
+    """Return the temporary name of a tensor of the user."""
     return name + _ASIDE
 
 
 def set_aside(names: Collection[str], hyperparameters: Iterable[str] = ()) -> dict[str, str]:
-    """Return which of the user's names a step may need, and what to call their tensors until it is finished.
+    """Return the user's names that a step may need, and their tensors' temporary names until it is finished.
 
     Args:
         names: the names.
@@ -41,7 +42,7 @@ def set_aside(names: Collection[str], hyperparameters: Iterable[str] = ()) -> di
 
 
 def free(name: str, taken: Collection[str]) -> str:
-    """Return a name that is not taken: this one, or with underscores behind it."""
+    """Return a free name: this one, or with underscores appended."""
     while name in taken:
         name += "_"
     return name
@@ -107,8 +108,8 @@ def _renamed(proto: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProt
     model = ir.from_proto(proto)
     interface = [*model.graph.inputs, *model.graph.outputs]
     final = {names.get(str(value.name), str(value.name)) for value in interface}
-    known = {str(value.name) for value in _values(model.graph)} | final
-    for value in _values(model.graph):
+    known = {str(value.name) for value in values_of(model.graph)} | final
+    for value in values_of(model.graph):
         if value.name in final and value not in interface:
             value.name = free(f"{value.name}_inner", known)
             known.add(value.name)
@@ -116,11 +117,3 @@ def _renamed(proto: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProt
         value.name = names.get(str(value.name), value.name)
     renamed: onnx.ModelProto = ir.to_proto(model)
     return renamed
-
-
-def _values(graph: ir.Graph) -> Iterable[ir.Value]:
-    for part in (graph, *graph.subgraphs()):
-        yield from part.inputs
-        yield from part.initializers.values()
-        for node in part:
-            yield from node.outputs

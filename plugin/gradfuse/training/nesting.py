@@ -1,8 +1,9 @@
 """How the tensors of a batch are nested: in tuples, lists, dictionaries and objects, as a module takes them.
 
 A nesting is data that JSON can hold: the name of a tensor; a list of nestings, for tuples and lists; `{"entries":
-[[key, nesting], ...]}` for dictionaries and attributes of objects; or `{"value": x}` for what is no tensor. That of all
-inputs, or of all targets, is `{"arguments": [[name, nesting], ...], "keywords": bool}`: those of a call.
+[[key, nesting], ...]}` for dictionaries and attributes of objects; or `{"value":
+x}` for anything but a tensor. That of all inputs, or of all targets, is
+`{"arguments": [[name, nesting], ...], "keywords": bool}`: the arguments of a call.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def leaves_of_call(nesting: Any, given: Any, where: str) -> dict[str, Any]:
     if nesting["keywords"]:
         raise ArgumentError(f"{where} are {type(given).__name__}; expected a dictionary of {few(arguments)}")
     values = list(given) if isinstance(given, (tuple, list)) else [] if given is None and not every else [given]
-    # What is no tensor may be left out at the end, as in a call.
+    # Trailing arguments that are not tensors may be left out, as in a call.
     needed = max((index for index, one in enumerate(arguments.values(), 1) if any(names_in(one))), default=0)
     if not needed <= len(values) <= len(arguments):
         wanted = f"{len(arguments)}: {few(arguments)}" if arguments else "none"

@@ -56,7 +56,7 @@ class Nodes:
         return [GraphTensor(self, output) for output in outputs]
 
     def _name(self, op_type: str) -> str:
-        # The tape copies its nodes for whoever asks how many there are.
+        # The tape copies its nodes whenever their number is read.
         self._count += 1
         return f"{self.prefix}/{op_type}_{self._count - 1}"
 
@@ -68,7 +68,7 @@ class Nodes:
         return self._constants[number, dtype]
 
     def integers(self, numbers: Sequence[int]) -> ir.Value:
-        """Return some integers, as operators take axes and shapes."""
+        """Return a vector of integers, such as axes or a shape."""
         return self.op("Constant", [], ir.DataType.INT64, (len(numbers),), {"value_ints": list(numbers)}).value
 
     def filled(self, shape: Sequence[int], number: float, dtype: ir.DataType) -> GraphTensor:
@@ -77,7 +77,7 @@ class Nodes:
         return self.op("Constant", [], dtype, shape, {"value": tensor})
 
     def shared(self, key: str, make: Callable[[], GraphTensor]) -> GraphTensor:
-        """Return what was made for this key before, or make it."""
+        """Return the value cached for this key, or make it."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
@@ -93,7 +93,7 @@ class Nodes:
 
         Args:
             graph: the graph, in order; its nodes have no graphs within, and initializers have values.
-            given: inputs of the graph -> what is in their place.
+            given: inputs of the graph -> the values that replace them.
             outputs: the values.
         """
         needed: set[ir.Value] = set()
@@ -134,7 +134,7 @@ class Nodes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GraphTensor:
-    """A value of a graph with Python's arithmetic, of which each operation appends a node.
+    """A value of a graph with Python's arithmetic: each operation appends a node.
 
     A number as an operand becomes a constant of the value's type.
     """
@@ -210,7 +210,7 @@ class GraphTensor:
         return self.op("Less", number, dtype=ir.DataType.BOOL)
 
     def where(self, chosen: GraphTensor, other: GraphTensor | float) -> GraphTensor:
-        """Return `chosen` where this truth value, of shape (), holds, else the other."""
+        """Return `chosen` if this boolean, of shape (), is true, otherwise the other."""
         otherwise = other if isinstance(other, GraphTensor) else self.nodes.constant(other, chosen.dtype)
         inputs = [self.value, chosen.value, otherwise.value]
         return self.nodes.op("Where", inputs, chosen.dtype, max((chosen.shape, otherwise.shape), key=len))

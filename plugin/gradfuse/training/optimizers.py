@@ -1,4 +1,4 @@
-"""Optimizers as part of a training step: what they are as data, and their update as nodes of the step's graph.
+"""Optimizers as part of a training step: as data, and as nodes of the step's graph that make the update.
 
 Tensors are computed in float32, or in float64 if the parameter is float64, and rounded to the parameter's type at the
 end. `gradfuse.training.rules` has the arithmetic. This module does not need torch: `gradfuse.export.optimizer` reads
@@ -41,7 +41,7 @@ class ParameterGroup:
     Attributes:
         parameters: their names.
         options: torch's: `lr`, `weight_decay`, `betas`, ...
-        algorithm: a key of `RULES`; or any other name, where all of them have rules that were traced.
+        algorithm: a key of `RULES`; or any other name, if all the rules were traced.
         run_time: which of the options are inputs of the step.
     """
 
@@ -52,20 +52,20 @@ class ParameterGroup:
 
     @property
     def structure(self) -> Mapping[str, Any]:
-        """The options, with numbers that are not 0 in the places of those that are inputs."""
+        """The options, with nonzero placeholders for those that are inputs."""
         return {**self.options, **{name: 1.0 for name in self.run_time if name != BETAS}}
 
 
 @dataclasses.dataclass(frozen=True)
 class LossScaling:
-    """Dynamic loss scaling as by `torch.amp.GradScaler`, whose words these are."""
+    """Dynamic loss scaling as by `torch.amp.GradScaler`, with its names."""
 
     scale: float
     growth_factor: float
     backoff_factor: float
     growth_interval: int
     growth_tracker: int = 0
-    """Updates since the scale has changed."""
+    """Updates since the scale last changed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,9 @@ class Averaging:
     """Averages of the parameters, as of `torch.optim.swa_utils.AveragedModel`.
 
     Attributes:
-        decay: the share that the average keeps in an exponential one; None: all parameters count alike.
-        start: after how many updates the first parameters are averaged that count.
-        every: of how many updates one counts.
+        decay: the weight of the old average in an exponential one; None: a plain mean.
+        start: after how many updates averaging begins.
+        every: only the last of this many updates is averaged.
     """
 
     decay: float | None
@@ -90,17 +90,17 @@ class Averaging:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An optimizer, or several of parts: with which options for which parameters, and from which state on.
+    """An optimizer, or several as one: the options of each parameter, and the state to start from.
 
     Attributes:
         groups: the parameter groups.
         steps: how many steps were done before, by parameter; none for one that is left out.
         state: `<parameter>.<state>` -> array, where it is not zeros.
         traced: parameter -> its rule, where that was traced; parameters of one shape share one.
-        eight_bit: parameter -> its shape, where its state is kept in 8 bits; the algorithm is Adam.
+        eight_bit: parameter -> its shape, if its state is kept in 8 bits; the algorithm is Adam.
         max_grad_norm: as for `torch.nn.utils.clip_grad_norm_` over the optimizer's parameters; None: no clipping.
         norm_at_run_time: whether that is an input of the step.
-        accumulate: of how many calls the gradients are averaged for one update.
+        accumulate: over how many calls the gradients are averaged for one update.
         loss_scaling: how the gradients are scaled; None: they are not.
         averaging: how the parameters are averaged; None: they are not.
         float64: whether scalars, such as Adam's bias correction, are computed in float64, as PyTorch does; else in
@@ -125,7 +125,7 @@ class Optimizer:
         return tuple(name for group in self.groups for name in group.parameters)
 
     def rule(self, parameter: str) -> Rule:
-        """Return the rule by which a parameter is updated."""
+        """Return the update rule of a parameter."""
         return self._rules[parameter]
 
     @functools.cached_property
@@ -150,7 +150,7 @@ class Optimizer:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether the number of updates done is a part of the state."""
+        """Whether the number of updates is part of the state."""
         return bool(self.counting) or (self.averaging is not None and self.averaging.counts_steps)
 
     def restricted(self, names: Collection[str], who: str) -> Optimizer:
@@ -174,7 +174,7 @@ class Optimizer:
         return dataclasses.replace(self, groups=groups, steps=steps)
 
     def alone(self, parameter: str) -> Optimizer:
-        """Return the optimizer of one parameter, each of whose gradients makes an update."""
+        """Return the optimizer of one parameter, which updates in every call."""
         one = dataclasses.replace(self.group(parameter), parameters=(parameter,))
         return dataclasses.replace(
             self,
@@ -254,7 +254,7 @@ class Optimizer:
                 return np.asarray(self.state[f"{name}.{state}"])
             like = parameters[name]
             own = self.state_type(name, state, StateType(ir.DataType.from_numpy(like.dtype), like.shape))
-            # Zeros that nobody has written take no memory, which those of `zeros_like` do.
+            # Zeros that are never written take no memory, unlike those of `zeros_like`.
             return np.zeros(own.shape, own.dtype.numpy())
 
         arrays = {
@@ -265,7 +265,7 @@ class Optimizer:
     def state_type(self, parameter: str, state: str, like: StateType) -> StateType:
         """Return the type of a parameter's state, of a parameter of the type `like`."""
         if state == AVERAGE:
-            # One in 16 bits would lose all small changes.
+            # In 16 bits it would lose small changes.
             return dataclasses.replace(like, dtype=_wide_type(like.dtype))
         return self.rule(parameter).state_types.get(state, like)
 
@@ -287,7 +287,7 @@ class Optimizer:
 
 
 def run_time_names(names: Any, refusal: Callable[[str], GradfuseError]) -> tuple[str, ...]:
-    """Return the hyperparameters that are to be inputs beside the learning rate, once each.
+    """Return the hyperparameters that become inputs beside the learning rate, without duplicates.
 
     Args:
         names: torch's names of options, and `max_grad_norm`.
@@ -315,16 +315,16 @@ def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str], *, fus
             input `loss_scale` if the gradients are scaled: they are multiplied by it and divided by `accumulate`.
         optimizer: what to put in.
         batch: the names of the inputs that are the batch.
-        fuse: whether parameters are updated by one operator of the domain `aclnn` each, where there is one. Its
-            function body is attached.
+        fuse: whether to update each parameter with one operator of the domain `aclnn`, if there is one. Its function
+            body is attached.
     """
     graph = model.graph
-    # Of an older opset there are no bodies.
+    # Older opsets have no bodies.
     fuse = fuse and graph.opset_imports.get("", 0) >= OLDEST_OPSET
     inputs = {str(value.name): value for value in graph.inputs}
     outputs = {str(value.name): value for value in graph.outputs}
     gradients = {name: outputs[name + GRADIENT_SUFFIX] for name in optimizer.parameters}
-    # What the user asks for, such as gradients of the batch, stays.
+    # Outputs that the user requested, such as gradients of the batch, stay.
     dropped = {name + GRADIENT_SUFFIX for name in inputs if name not in batch}
     added = _new_inputs(optimizer, inputs)
     inputs = {name: value for name, value in inputs.items() if name not in batch} | added
@@ -349,14 +349,14 @@ def append(model: ir.Model, optimizer: Optimizer, batch: Collection[str], *, fus
 def _fused(
     optimizer: Optimizer, inputs: Mapping[str, ir.Value], gradients: Mapping[str, ir.Value]
 ) -> dict[str, FusedUpdate]:
-    """Return parameter -> the operator that updates it, for those that one can."""
+    """Return parameter -> the operator that updates it, for parameters that have one."""
     found = {}
     for group in optimizer.groups:
         for name in group.parameters:
             types = {inputs[name].dtype, gradients[name].dtype}
             options = dict(group.options)
             if group.run_time:
-                # Nodes apply a decay that is an input ahead of the operator; they would round to 16 bits there.
+                # Nodes before the operator apply a decay that is an input; they would round to 16 bits there.
                 if group.run_time != (_DECAY,) or types != {ir.DataType.FLOAT}:
                     continue
                 options[_DECAY] = 0.0
@@ -448,7 +448,7 @@ def _conditional(
         # As torch.amp.GradScaler, which multiplies by the reciprocal.
         wide = ir.DataType.DOUBLE if optimizer.float64 else ir.DataType.FLOAT
         factor = (1 / scale.cast(wide)).cast(ir.DataType.FLOAT)
-        # The norm is that of all unscaled gradients; operators take the factor with the others.
+        # The norm is that of all unscaled gradients; operators apply it as part of their one factor.
         needed = [name for name in values if optimizer.max_grad_norm is not None or name not in fused]
         widened = {name: _widened(values[name]) for name in needed}
         unscaled = {name: gradient * factor.cast(gradient.dtype) for name, gradient in widened.items()}
@@ -472,7 +472,7 @@ def _conditional(
 
 
 def _finite(nodes: Nodes, gradients: Mapping[str, GraphTensor]) -> GraphTensor:
-    """Return whether no element of any gradient is infinite or NaN: all of them times 0 are 0 then."""
+    """Return whether all gradients are finite: only then are all of them 0 when multiplied by 0."""
     zeros = [_widened(gradient) * 0 for gradient in gradients.values()]
     sums = [nodes.op("ReduceSum", [one.value], one.dtype, (), {"keepdims": 0}) for one in zeros]
     dtype = _widest(sums)
@@ -535,7 +535,7 @@ def _updated(
                     factors.append(nodes.constant(-1.0, ir.DataType.FLOAT))
                 if _DECAY in group.run_time:
                     if not options.get("decoupled_weight_decay"):
-                        # What is added to the gradient is not scaled with it.
+                        # Terms that are added to the gradient are not scaled with it.
                         slot, factors = dataclasses.replace(slot, gradient=functools.reduce(mul, factors, gradient)), []
                     start, gradient = decayed(options, rate, slot)
                     slot = dataclasses.replace(slot, parameter=start, gradient=gradient)
@@ -629,7 +629,7 @@ def _by_operator(
 
 
 def _widened(tensor: GraphTensor) -> GraphTensor:
-    """Return a tensor in the type that is computed in."""
+    """Return a tensor in the type of the computation."""
     return tensor.cast(_wide_type(tensor.dtype))
 
 

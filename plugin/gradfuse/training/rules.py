@@ -1,8 +1,8 @@
 """The algorithms of torch.optim as nodes of an ONNX graph.
 
-`RULES` has one entry an algorithm. Its update is written with the arithmetic of `torch.optim`'s implementations on
-single tensors, one node for each of their operations. What PyTorch has as Python floats, such as the bias correction
-of Adam, is float64 in the graph too. Options are numbers, or scalars of the graph where they are inputs of the step.
+`RULES` has one entry per algorithm. Its update follows the arithmetic of `torch.optim`'s single-tensor implementations,
+one node per operation. What PyTorch has as Python floats, such as the bias correction of Adam, is float64 in the graph
+too. Options are numbers, or scalars of the graph where they are inputs of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gradfuse.training.nodes import GraphTensor
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One parameter in an update; all tensors have the type that is computed in."""
+    """One parameter in an update; all tensors have the type of the computation."""
 
     parameter: GraphTensor
     gradient: GraphTensor
@@ -38,11 +38,11 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class FusedUpdate:
-    """An operator of ours that makes the update of a parameter in one pass.
+    """An operator of ours that updates a parameter in one pass.
 
-    Its inputs are `parameter`, `gradient`, the states by their names, `learning_rate` (float32), where it has them
-    `step`, the steps done before (int64), and `gradient_scale`, what the gradient is multiplied by first (float32,
-    optional). Its outputs are the new parameter and the new states.
+    Its inputs are `parameter`, `gradient`, the states by their names, `learning_rate` (float32), and, if it has them,
+    `step`, the steps done before (int64), and `gradient_scale`, a factor for the gradient (float32, optional). Its
+    outputs are the new parameter and the new states.
     """
 
     op_type: str
@@ -62,7 +62,7 @@ class Rule:
     """An algorithm: which state it keeps, and its update."""
 
     states: Callable[[Mapping[str, Any]], tuple[str, ...]]
-    """options -> the names of the state that is kept for each parameter; those that are inputs are not 0."""
+    """options -> the names of each parameter's state; options that are inputs count as nonzero."""
     counts_steps: Callable[[Mapping[str, Any]], bool]
     """options, likewise -> whether the update depends on the number of steps done."""
     update: Callable[
@@ -72,7 +72,7 @@ class Rule:
     fused: Callable[[Mapping[str, Any]], FusedUpdate | None] = lambda options: None
     """options -> the operator that makes the whole update; None: there is none for them."""
     state_types: Mapping[str, StateType] = dataclasses.field(default_factory=dict)
-    """State -> its type, which the update gets it in; none for a state that is like the parameter."""
+    """State -> the type in which the update gets it; no entry for a state like the parameter."""
 
 
 def _sgd(
@@ -98,7 +98,7 @@ def _sgd(
 def _with_momentum(
     before: GraphTensor, change: GraphTensor, momentum: GraphTensor | float
 ) -> tuple[GraphTensor, GraphTensor]:
-    """Return the new buffer, and what the parameter moves by; where a momentum of run time is 0, the buffer rests."""
+    """Return the new buffer and the parameter's step; while a run-time momentum is 0, the buffer does not change."""
     if not isinstance(momentum, GraphTensor):
         buffer = before * momentum + change
         return buffer, buffer
@@ -137,7 +137,7 @@ def _adam(
 
 
 def _lerp(start: GraphTensor, end: GraphTensor, weight: GraphTensor | float) -> GraphTensor:
-    """Return what torch.lerp does, which begins at the nearer end."""
+    """Return torch.lerp's result, computed from the nearer end as there."""
     change = end - start
     if isinstance(weight, GraphTensor):
         near = weight.less(0.5)
@@ -208,14 +208,14 @@ def _adamax(
 
 
 def _count(step: GraphTensor) -> GraphTensor:
-    """Return the number of steps with this one."""
+    """Return the number of steps, including this one."""
     return step + 1 if step.dtype == ir.DataType.DOUBLE else step.nodes.shared("count", lambda: step + 1)
 
 
 def _one_minus_power(beta: GraphTensor | float, count: GraphTensor) -> GraphTensor:
-    """Return 1 - beta**count, in few roundings also in float32, where beta**count would be too near to 1 to subtract.
+    """Return 1 - beta**count to a few roundings, also in float32, where subtracting beta**count would cancel.
 
-    With x = count log(beta), that is 1 - e**x. For small x, x / (e**x - 1) is a series with the numbers of Bernoulli.
+    With x = count log(beta), that is 1 - e**x. For small x, x / (e**x - 1) is a series with Bernoulli numbers.
     """
     if count.dtype == ir.DataType.DOUBLE:
         return 1 - beta**count
@@ -254,7 +254,7 @@ _8BIT_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def shapes_in_8bit(parameters: Mapping[str, StateType]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of those parameters whose state an optimizer in 8 bits keeps so."""
+    """Return the shapes of the parameters whose state an 8-bit optimizer keeps in 8 bits."""
     kept = {name: own for name, own in parameters.items() if own.dtype in _8BIT_TYPES}
     return {name: own.shape for name, own in kept.items() if math.prod(own.shape) >= SMALLEST_8BIT}
 
@@ -292,12 +292,12 @@ def _adam_8bit(
     wide = {"exp_avg": _out_of_blocks(mean, shape), "exp_avg_sq": _out_of_blocks(root * root, shape)}
     parameter, new = _adam(options, rate, step, dataclasses.replace(slot, state=wide))
     mean, root = _in_blocks(new["exp_avg"], 0), _in_blocks(new["exp_avg_sq"].sqrt(), 0)
-    # Of each block 0, or NaN where anything is not finite.
+    # For each block 0, or NaN if anything is not finite.
     axis = mean.nodes.integers([1])
     nothing = mean.nodes.op("ReduceSum", [(mean * 0 + root * 0).value, axis], dtype, (count, 1))
     mean_scale, mean_roots = _quantized(mean.op("Abs"), MEAN_UNITS, nothing)
     root_scale, root_roots = _quantized(root, ROOT_UNITS, nothing)
-    # The sign of NaN is none.
+    # NaN has no sign.
     signs = mean_roots.op("Greater", 0, dtype=ir.DataType.BOOL).where(mean.op("Sign"), 0)
     mean_codes, root_codes = mean_roots * signs + MEAN_ZERO, root_roots.op("Max", 1) - 1
     return parameter, {
@@ -309,7 +309,7 @@ def _adam_8bit(
 
 
 def _quantized(sizes: GraphTensor, units: float, nothing: GraphTensor) -> tuple[GraphTensor, GraphTensor]:
-    """Return the scale of each block of numbers from 0 on, and the roots of their shares of it in units, rounded."""
+    """Return the scale of each block of non-negative numbers, and the rounded roots of their ratios to it, in units."""
     count = nothing.shape.numpy()[0]
     # ReduceMax has its axes as an attribute or an input, by opset.
     pool = {"kernel_shape": [BLOCK], "strides": [BLOCK]}
@@ -343,7 +343,7 @@ def _out_of_blocks(tensor: GraphTensor, shape: tuple[int, ...]) -> GraphTensor:
 def _transformers_adamw(
     options: Mapping[str, Any], rate: GraphTensor, step: GraphTensor | None, slot: Slot
 ) -> tuple[GraphTensor, dict[str, GraphTensor]]:
-    """The former AdamW of transformers, which onnxruntime-training has: epsilon without bias correction, decay last."""
+    """The former AdamW of transformers, as in onnxruntime-training: epsilon without bias correction, decay last."""
     beta1, beta2 = options["betas"]
     gradient, dtype = slot.gradient, slot.parameter.dtype
     mean = slot.state["exp_avg"] * beta1 + gradient * (1 - beta1)

@@ -63,7 +63,7 @@ _S = TypeVar("_S", bound="TrainingSession")
 
 _WHO = "TrainingSession"
 _DEVICES = {"CUDAExecutionProvider": "cuda"}
-"""Where the tensors of a session live, by its first execution provider; else on the CPU."""
+"""The device of a session's tensors, by its first execution provider; otherwise the CPU."""
 
 
 def alone(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
@@ -81,25 +81,26 @@ class TrainingSession:
     """Trains a step in stock onnxruntime, 1.18 or newer.
 
     Parameters, buffers and optimizer state are bound to the session on its device. On the CPU, operators of gradfuse's
-    library that update parameters write them in place. Of all else, each step reads one set of tensors and writes
-    another; the next step swaps the two, so that nothing is copied between steps.
+    library that update parameters write them in place. Everything else has two sets of tensors: each step reads one and
+    writes the other, and the next step swaps the two, so that nothing is copied between steps.
 
-    Several threads may share a session: what one asks for waits until what another one has asked for is done.
+    Several threads may share a session: a call waits until the call of another thread is done.
 
     Args:
         step: a step, or the path of one that `TrainingStep.save` wrote.
         providers: onnxruntime's execution providers, as for `onnxruntime.InferenceSession`; None: the CPU.
         session_options: an `onnxruntime.SessionOptions`, used as it is; None: the default ones, with gradfuse's kernels
             registered if there is a compiled library.
-        share_with: a session whose parameters and buffers of the same names are those of this one as well: both read
-            and train one tensor, which keeps the value that it has there. The optimizer's state, the learning rates and
-            the seed of dropout are each session's own. Of sessions that share something, one runs at a time.
+        share_with: a session whose parameters and buffers of the same names this one shares: both read and train one
+            tensor, which keeps its value from there. Each session has its own optimizer state, learning rates and
+            dropout seed. Sessions that share something run one at a time.
 
     Raises:
         ModelError: the file cannot be read, an input has no value, or onnxruntime cannot load the model.
         ArgumentError: a value of the step has another type or shape than its input; or `share_with` has nothing in
             common with the step, something of another type or shape, or trains what is a constant of the other.
-        GradfuseError: onnxruntime is not installed, or the model takes or gives bfloat16, which numpy does not have.
+        GradfuseError: onnxruntime is not installed, or the model has bfloat16 inputs or outputs, which numpy does not
+            support.
 
     """
 
@@ -123,9 +124,9 @@ class TrainingSession:
         if not isinstance(step, TrainingStep | str | os.PathLike):
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
         self._files: list[str] = []
-        """What nothing may take the place of: the files of the step and its evaluation model, their data and values."""
+        """Files that nothing may replace: those of the step and its evaluation model, their data and values."""
         self._plain: tuple[PlainModel, PlainModel | None] | None = None
-        """The model of the step and the one of evaluation, where onnx or onnx_ir is missing."""
+        """The step's model and the evaluation model, if onnx or onnx_ir is missing."""
         if not isinstance(step, TrainingStep):
             with collection_paused():
                 if _has_onnx():
@@ -231,12 +232,12 @@ class TrainingSession:
         Raises:
             ArgumentError: a tensor is missing, or has another type or shape; a label or index is out of range, as far
                 as PyTorch refuses it; or all inputs are empty.
-            ModelError: onnxruntime fails to run the step; nothing is changed then, but that `gradients` are lost. Or an
+            ModelError: onnxruntime fails to run the step; then nothing changes, except that `gradients` are lost. Or an
                 earlier `save(wait=False)` has failed.
             GradfuseError: a signal's handler calls it while its thread is in a step.
 
-        An exception that a signal's handler raises meanwhile, such as Ctrl-C or a time limit, finds the step done or
-        not begun, and so does what the handler asks of the session; `step_count` tells which.
+        If a signal's handler raises an exception meanwhile, as on Ctrl-C or a time limit, the step is either done or
+        not begun, also for calls that the handler makes; `step_count` tells which.
         """
         self._require_no_step()
         feeds = self._batch(inputs, targets)
@@ -259,19 +260,19 @@ class TrainingSession:
     @property
     @alone
     def step_count(self) -> int:
-        """How many calls of `step` are done, with those before what `load` has read."""
+        """How many calls of `step` are done, including those before the checkpoint that `load` has read."""
         return self._steps_before + self._runs
 
     @alone
     def evaluate(self, inputs: Any, *, averaged: bool = False) -> Any:
-        """Return what the module gives in eval mode, with the parameters and buffers as they are now.
+        """Return the module's output in eval mode, with the current parameters and buffers.
 
         Args:
             inputs: as for `step`.
-            averaged: whether the averages of the parameters are in their places.
+            averaged: whether to use the averages of the parameters instead.
 
         Returns:
-            An array; where the module returns several tensors a tuple of them.
+            An array, or a tuple of them if the module returns several tensors.
 
         Raises:
             ArgumentError: a tensor is missing, or has another type or shape; or an index is out of range.
@@ -307,7 +308,7 @@ class TrainingSession:
 
     @alone
     def reset_carried(self) -> None:
-        """Set what the step carries from call to call to what it began at, as at the beginning of a sequence.
+        """Reset the state that the step carries from call to call to its initial values, as at the start of a sequence.
 
         Raises:
             GradfuseError: the step carries nothing.
@@ -321,10 +322,10 @@ class TrainingSession:
     @property
     @alone
     def gradients(self) -> Arrays:
-        """The gradients of the last step, by parameter: there are some where the step has no optimizer.
+        """The gradients of the last step, by parameter, if the step has no optimizer.
 
         Raises:
-            GradfuseError: the step has an optimizer; or none was run yet, or the last one has failed.
+            GradfuseError: the step has an optimizer; or no step was run yet, or the last one has failed.
         """
         if not self._gradients or not self._has_run:
             why = "the step has an optimizer, and gives no gradients"
@@ -336,10 +337,10 @@ class TrainingSession:
     @property
     @alone
     def outputs(self) -> Arrays:
-        """What the last step gave beside its loss, by the names of `training_step.output_names`.
+        """The last step's outputs beside its loss, by the names of `training_step.output_names`.
 
         Raises:
-            GradfuseError: the step has no such outputs; or none was run yet, or the last one has failed.
+            GradfuseError: the step has no such outputs; or no step was run yet, or the last one has failed.
         """
         names = self._step.output_names
         if not names or not self._has_run:
@@ -350,9 +351,9 @@ class TrainingSession:
 
     @property
     def learning_rate(self) -> float | tuple[float, ...]:
-        """The learning rate; of a step with several parameter groups a tuple of theirs.
+        """The learning rate, or a tuple with one per parameter group if the step has several.
 
-        A number sets that of all groups, a sequence one each.
+        A number sets it for all groups, a sequence one per group.
 
         Raises:
             GradfuseError: the step has no optimizer.
@@ -455,7 +456,7 @@ class TrainingSession:
     def ort_values(self) -> dict[str, Any]:
         """The `onnxruntime.OrtValue` of each parameter, buffer, state and hyperparameter, by its name in the model.
 
-        They are the session's own, not copies: the next steps write into them.
+        They are the session's own, not copies: later steps write into them.
         """
         values = self._values[self._side]
         if self._shared is None:
@@ -466,12 +467,12 @@ class TrainingSession:
     def state_dict(self, *, averaged: bool = False) -> Arrays:
         """Return copies of all parameters and buffers under the names of the torch module's `state_dict()`.
 
-        Tied names, frozen parameters and constant buffers are among them, and those of a loss module, which begin
-        with `loss.`.
+        They include tied names, frozen parameters and constant buffers, and those of a loss module, which begin with
+        `loss.`.
 
         Args:
-            averaged: whether the averages of the parameters are in their places; before the first one is made they are
-                the parameters themselves.
+            averaged: whether to use the averages of the parameters instead; before the first average these are the
+                parameters themselves.
 
         Raises:
             GradfuseError: the step was exported without averages.
@@ -494,8 +495,8 @@ class TrainingSession:
             strict: whether every tensor must be there, under one of its names.
 
         Raises:
-            ArgumentError: a name is unknown or missing, a type or shape is another, two tied names have different
-                values, or a constant of the model has another value. Nothing is changed then.
+            ArgumentError: a name is unknown or missing, a type or shape differs, two tied names have different values,
+                or a constant of the model has another value. Then nothing changes.
         """
         self._assign(self._tensors_of(state_dict, "load_state_dict", strict))
 
@@ -508,26 +509,26 @@ class TrainingSession:
         wait: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write a safetensors file that training resumes from: the old file or the new one is there, never a part.
+        """Write a safetensors file to resume training from: at any time the old file or the new one is there, whole.
 
         It holds `state_dict()` and, under the names of the model's inputs, what resuming needs: the optimizer's state,
         buffers and the seed of dropout, and hyperparameters; in its metadata `step_count` and `extra`. The file is
-        written beside `path`, synced to the disk, and renamed, so that neither a process that is killed nor a power cut
-        leaves half of it.
+        written beside `path`, synced to the disk, and renamed, so that neither a killed process nor a power cut leaves
+        half of it.
 
         Args:
             path: the file.
             optimizer: False leaves out all but `state_dict()` and `extra`.
             wait: False returns as soon as everything is copied, and a thread writes the copies while training goes on.
                 Until the file is there this takes the memory of all parameters, buffers and optimizer state once more:
-                three times the parameters' with Adam. An error of the thread is raised by the next call of `step`,
-                `evaluate`, `save`, `load` or `wait`. One file is written at a time: the next `save` waits for the one
-                before, and the end of the program waits as well.
-            extra: what `load` is to return, in the same file: the state of a random number generator, say. Whatever
-                JSON can hold; tuples come back as lists.
+                three times the parameters' with Adam. The next call of `step`, `evaluate`, `save`, `load` or `wait`
+                raises an error of the thread. One file is written at a time: the next `save` waits for the previous
+                one, and so does the end of the program.
+            extra: what `load` is to return, such as the state of a random number generator: anything that JSON can
+                hold; tuples come back as lists.
 
         Raises:
-            ArgumentError: `path` is no path, or JSON cannot hold `extra`.
+            ArgumentError: `path` is not a path, or JSON cannot hold `extra`.
             ModelError: the file cannot be written, or is the one of the step; or an earlier `save(wait=False)` has
                 failed.
             GradfuseError: safetensors is not installed.
@@ -548,14 +549,14 @@ class TrainingSession:
 
     @alone
     def save_evaluation_model(self, path: str | os.PathLike[str], *, averaged: bool = False) -> None:
-        """Write the module in eval mode as an ONNX file, with the parameters and buffers as they are now.
+        """Write the module in eval mode as an ONNX file, with the current parameters and buffers.
 
         Its inputs and outputs are those of `evaluate`; any runtime can serve it. The file is written whole or not at
         all; beyond 2 GB the tensors are in `<path>.data`.
 
         Args:
             path: the file.
-            averaged: whether the averages of the parameters are in their places.
+            averaged: whether to use the averages of the parameters instead.
 
         Raises:
             ArgumentError: `path` is no path.
@@ -579,7 +580,7 @@ class TrainingSession:
         writing.save(model, path, inputs=self._files)
 
     def wait(self) -> None:
-        """Wait until the file that `save(wait=False)` writes is on the disk.
+        """Wait until `save(wait=False)` has written its file to the disk.
 
         Raises:
             ModelError: it could not be written.
@@ -595,7 +596,7 @@ class TrainingSession:
         `state_dict()`; `step_count` becomes 0.
 
         Returns:
-            What `save` was given as `extra`; else nothing.
+            What `save` was given as `extra`; otherwise an empty dictionary.
 
         Raises:
             ArgumentError: `path` is no path.
@@ -627,7 +628,7 @@ class TrainingSession:
         return extra
 
     def _read_checkpoint(self, path: str | os.PathLike[str], where: str) -> tuple[Arrays, int, dict[str, Any]]:
-        """Return the tensors of a checkpoint, the steps done, and what the user keeps."""
+        """Return the tensors of a checkpoint, the steps done, and the user's `extra`."""
         return checkpoints.read(path, where)
 
     def _averages(self, method: str) -> Arrays:
@@ -679,7 +680,7 @@ class TrainingSession:
         files.write_file(path, with_values(model, kept), self._files)
 
     def _keep_pairs(self, kept: bool) -> None:
-        """Leave numbers that are quantised as the step runs floats, where that is so."""
+        """Keep onnxruntime from fusing QuantizeLinear and DequantizeLinear pairs into integer products, if asked."""
         if kept:
             # Products of 8-bit integers overflow on x86-64 processors without VNNI.
             self._options.add_session_config_entry("session.disable_quant_qdq", "1")

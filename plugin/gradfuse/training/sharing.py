@@ -1,4 +1,4 @@
-"""Tensors that several sessions have in common, as the two steps of a GAN have the weights of both networks."""
+"""Tensors that several sessions share, as the two steps of a GAN share the weights of both networks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def shareable(step: TrainingStep) -> tuple[str, ...]:
 
 
 class Shared:
-    """What is where of the tensors that sessions have in common.
+    """Where the tensors that sessions share are.
 
-    A session writes some of them in place and others into memory of its own, where all sessions read them then.
+    A session writes some of them in place and others into memory of its own, where all sessions then read them.
     """
 
     def __init__(self, first: TrainingSession, values: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ class Shared:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The `onnxruntime.OrtValue` of each tensor as it is now."""
+        """The current `onnxruntime.OrtValue` of each tensor."""
         values, begun = self._state
         if begun is None:
             return values

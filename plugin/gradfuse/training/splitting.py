@@ -1,7 +1,7 @@
-"""A training step in two: the gradients of a batch, and the update that the optimizer makes of them.
+"""A training step in two: the gradients of a batch, and the optimizer's update.
 
-`optimizers.append` puts the update behind gradients that keep their names, and adds up those of several calls by nodes
-whose operands are inputs of the step: there a step is cut. What adds up is left out, as it is done outside.
+`optimizers.append` appends the update to gradients that keep their names, and adds up those of several calls with nodes
+whose operands are inputs of the step: there a step is cut. These additions are left out, because the caller makes them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Halves:
 
     Attributes:
         step: the whole step, whose model has inputs and outputs alone, without those that add up gradients.
-        gradients: the model that gives the loss, outputs, changed buffers and gradients.
+        gradients: the model that computes the loss, outputs, changed buffers and gradients.
         update: the model that takes gradients, and gives parameters and state; None of a step without an optimizer.
         given: parameter -> the output of `gradients` that is its gradient, or its part of an average over calls.
         taken: parameter -> the input of `update` that is its gradient, or the sum of these parts.
-        accumulate: how many calls there are to an update.
+        accumulate: how many calls make one update.
         accumulators: the state of the step that adds up and counts these calls, as it is before the first of them.
     """
 
@@ -93,7 +93,7 @@ def split(step: TrainingStep, who: str) -> Halves:
 
 
 def fingerprint(step: TrainingStep) -> str:
-    """Return what is the same for two steps that compute the same from the same values: of nodes, constants, names."""
+    """Return a fingerprint, of nodes, constants and names, that is equal for steps that compute the same."""
     digest = hashlib.sha256()
     graph = step.model.graph
     for value in (*graph.input, *graph.output):
@@ -150,7 +150,7 @@ def _not_found(parameter: str, who: str) -> ModelError:
 
 
 def _take_every_call(graph: ir.Graph, micro_step: str, who: str) -> int:
-    """Let an update be made in every call, and return of how many calls one was."""
+    """Make an update in every call, and return how many calls made one before."""
     count = next((value for value in graph.inputs if value.name == micro_step), None)
     for node in () if count is None else count.consumers():
         known = [ir.convenience.get_const_tensor(value) for value in node.inputs if value not in (None, count)]
@@ -169,7 +169,7 @@ def _take_every_call(graph: ir.Graph, micro_step: str, who: str) -> int:
 
 
 def _inline(graph: ir.Graph, branching: ir.Node) -> None:
-    """Put the first branch of an If in its place."""
+    """Replace an If by its first branch."""
     branch = branching.attributes["then_branch"].as_graph()
     results, nodes = list(branch.outputs), list(branch)
     branch.outputs.clear()
@@ -194,7 +194,7 @@ def _as_output(graph: ir.Graph, value: ir.Value) -> str:
 
 
 def _as_input(graph: ir.Graph, value: ir.Value) -> str:
-    """Let an input be read in the place of a value that is computed; return its name."""
+    """Replace a computed value by a new input; return its name."""
     given = ir.Value(name=value.name, type=value.type, shape=value.shape)
     value.name = f"{value.name}_computed"
     ir.convenience.replace_all_uses_with(value, given, replace_graph_outputs=True)
@@ -223,7 +223,7 @@ def _reduce(model: ir.Model) -> None:
 
 
 def _without_notes(proto: onnx.NodeProto | onnx.ValueInfoProto) -> onnx.NodeProto | onnx.ValueInfoProto:
-    """Return a copy without names of nodes, documentation and metadata, which tell where a model was made."""
+    """Return a copy without node names, documentation and metadata, which differ between machines."""
     copy = type(proto)()
     copy.CopyFrom(proto)
     _strip(copy)

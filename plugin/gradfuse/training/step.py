@@ -73,42 +73,42 @@ class TrainingStep:
     model, unless they are asked for as inputs.
 
     Outputs: `loss`, a scalar, what the loss returns beside it, and `<buffer>.updated` for each buffer that the step
-    changes. Without an optimizer also `<parameter>.grad` for each trainable parameter, in its shape and type, zeros
-    where the loss does not depend on it; with one, `<parameter>.updated` and `<state>.updated` for all that it changes:
-    to be fed in the next step.
+    changes. Without an optimizer also `<parameter>.grad` for each trainable parameter, in its shape and type, zeros if
+    the loss does not depend on it. With one, `<parameter>.updated` and `<state>.updated` for all that it changes: feed
+    them in the next step.
 
     Attributes:
         model: the model; fused, if it was exported so.
-        parameters: name -> value of the trainable parameters at export; what to feed in the first step.
+        parameters: name -> value of the trainable parameters at export; feed them in the first step.
         buffers: name -> value of the buffers that the step changes; empty in most models without batch normalisation.
             A step with dropout has one more, `dropout_seed`, int64 of shape (), which decides what is dropped.
-        frozen: name -> value of the weights that no step changes, where they are inputs; empty unless they were asked
-            for by `frozen_inputs`.
+        frozen: name -> value of the weights that no step changes, if they are inputs; empty unless requested with
+            `frozen_inputs`.
         input_names: the names of the batch's inputs: those of the arguments of `module.forward`.
         target_names: the names of the batch's targets: those of the arguments of the loss after its first.
         report: the report of `gradfuse.fuse`; None for a step that was exported with `fuse=False` or loaded.
         optimizer_state: name -> value of the optimizer's state before the first step: `<parameter>.<state>` with
             torch's names of states (`momentum_buffer`, `exp_avg`, ...), in the shape and type of the parameter; `step`,
-            int64 of shape (), where the optimizer counts the steps done; empty without an optimizer.
+            int64 of shape (), if the optimizer counts steps; empty without an optimizer.
         hyperparameters: name -> value of the inputs that no step changes: `learning_rate`, float32 of shape (), and
             `learning_rate.1`, ... for the parameter groups after the first; and those of `run_time`, float64, as
             `weight_decay`, `weight_decay.1`, ...; empty without an optimizer.
-        constants: name -> value of the frozen parameters and of the buffers that no step changes, where these are no
+        constants: name -> value of the frozen parameters and of the buffers that no step changes, unless these are
             inputs.
         state_dict_names: each name of the module's `state_dict()` (and of the loss's, after `loss.`) -> the parameter,
             buffer or constant that has its value. Tied parameters are several names for one.
         evaluation_model: the module alone, in eval mode. Its inputs are those of the parameters and buffers that it
             uses, and the batch's inputs; its outputs are the module's, in the order of `torch.utils._pytree`. None if
-            it was not asked for.
-        nesting: how the tensors of "inputs" and "targets" are nested, as `gradfuse.training.nesting` has it; where
-            nothing is said, each tensor is an argument itself.
+            it was not requested.
+        nesting: how the tensors of "inputs" and "targets" are nested, in the form of `gradfuse.training.nesting`;
+            without an entry, each tensor is an argument itself.
         index_ranges: name of an input of the batch -> the ranges that each of its elements must lie in, for labels and
             indices: a session refuses others, as PyTorch does.
-        own_names: where a tensor of the user has a name that the step gives to something else, such as "loss" or
-            "step": that name -> what the step calls its own. Empty in most steps.
-        output_names: the names of what the step gives beside its loss, such as an accuracy, and the gradients
-            `<input>.grad` of the batch that it was asked for.
-        carried: the names of the buffers that `carrying` made of inputs.
+        own_names: for tensors of yours whose name the step also uses for its own, such as "loss" or "step": that name
+            -> the name of the step's own. Empty in most steps.
+        output_names: the names of the step's outputs beside its loss, such as an accuracy, and the requested gradients
+            `<input>.grad` of the batch.
+        carried: the names of the buffers that `carrying` made from inputs.
         recomputation: what a memory budget did; None for a step that was made without one or loaded.
     """
 
@@ -133,23 +133,23 @@ class TrainingStep:
 
     @property
     def initial_values(self) -> Arrays:
-        """Name -> value of each input of the model but the batch: what to feed in the first step."""
+        """Name -> value of each input of the model except the batch: feed them in the first step."""
         return self.parameters | self.buffers | self.frozen | self.optimizer_state | self.hyperparameters
 
     def own_name(self, name: str) -> str:
-        """Return what the step calls an input or output of its own, such as "loss", "step" or "weight.grad"."""
+        """Return the step's name for an input or output of its own, such as "loss", "step" or "weight.grad"."""
         return self.own_names.get(name, name)
 
     def carrying(self, state: Mapping[str, str], begin: Mapping[str, Any] | None = None) -> TrainingStep:
-        """Return the step with inputs that are buffers: what one call gives for them, the next one takes.
+        """Return the step with inputs turned into buffers: each call takes what the last one returned for them.
 
-        No gradient goes from one call to the call before, as in truncated backpropagation through time. A session keeps
-        these buffers, saves them in checkpoints, and begins anew by `TrainingSession.reset_carried`.
+        No gradient flows into an earlier call, as in truncated backpropagation through time. A session keeps these
+        buffers, saves them in checkpoints, and resets them with `TrainingSession.reset_carried`.
 
         Args:
             state: input of the batch -> the output of the step that is its next value, such as a hidden state that the
                 loss returns; of the same type and shape, whose sizes are fixed.
-            begin: input -> the array that it begins at; zeros where nothing is said.
+            begin: input -> its initial array; zeros by default.
 
         Raises:
             ArgumentError: there is no such input or output, types or shapes differ, or a size may vary.
@@ -169,22 +169,22 @@ class TrainingStep:
         """Write the step as one ONNX file, whole or not at all, and its evaluation model beside it.
 
         Parameters, buffers, frozen weights that are inputs, optimizer state and hyperparameters are stored as default
-        values of the inputs of their names: an onnxruntime session of the file uses them wherever they are not fed. Of
-        state that is zero, as it is before the first step, the file has only the shape: a sparse default value without
-        elements. Beyond 2 GB the tensors are in `<path>.data`. The evaluation model of `step.onnx` is `step.eval.onnx`.
+        values of the inputs of their names: an onnxruntime session of the file uses them unless they are fed. For state
+        that is zero, as before the first step, the file stores only the shape: a sparse default value without elements.
+        Beyond 2 GB the tensors are in `<path>.data`. The evaluation model of `step.onnx` is `step.eval.onnx`.
 
-        With `defaults=False` these inputs have no default values, as onnxruntime-web takes none. The values of
-        `step.onnx` are in `step.safetensors` then, by the names of the inputs: what to feed in the first step.
+        With `defaults=False` these inputs have no default values, because onnxruntime-web takes none. The values of
+        `step.onnx` are then in `step.safetensors`, by the names of the inputs: feed them in the first step.
 
         Args:
-            path: the file to write. A step that is there is replaced, with its evaluation model, its data and values.
+            path: the file to write. A step that exists there is replaced, with its evaluation model, data and values.
             defaults: whether the values are stored as default values of inputs.
             inputs: files that the step was made from, which must stay as they are.
             force: replace an evaluation model, a file of values or a data file that does not belong to a step at
                 `path`.
 
         Raises:
-            ModelError: a file cannot be written, or would replace something that is no step: a folder, a pipe, a
+            ModelError: a file cannot be written, or would replace something other than a step: a folder, a pipe, a
                 device, one of the inputs, or, without `force`, another evaluation model, file of values or data file.
             GradfuseError: `defaults` is False, and safetensors is not installed.
         """
@@ -256,10 +256,10 @@ class TrainingStep:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrainingStep:
-        """Read a step that `save` wrote. Its evaluation model is None where the file of it is missing.
+        """Read a step that `save` wrote. Its evaluation model is None if the file is missing.
 
         Raises:
-            ModelError: the file cannot be read, or is an ONNX model but no saved training step; or the file of its
+            ModelError: the file cannot be read, or is an ONNX model but not a saved training step; or the file of its
                 values is missing, damaged or of another step.
             GradfuseError: the step was saved with `defaults=False`, and safetensors is not installed.
         """

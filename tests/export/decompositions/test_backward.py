@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import gradfuse
-from gradfuse.export.decompositions import attention, backward, index, pooling
+from gradfuse.export.decompositions import backward, index, pooling
 
 aten = torch.ops.aten
 
@@ -79,7 +78,5 @@ def test_the_table_serves_every_decomposition() -> None:
     table = backward.table()
     assert aten._native_batch_norm_legit_functional.default in table
     assert backward.convolution_backward in table.values()
-    for module in (attention, index, pooling):
+    for module in (index, pooling):
         assert set(module.table()) <= set(table)
-    # As docs/export.md has it.
-    assert gradfuse.backward_decompositions is backward

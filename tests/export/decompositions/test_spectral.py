@@ -105,6 +105,7 @@ class _Values(nn.Module):
         (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.linalg.eigvalsh),
     ],
 )
+@pytest.mark.sampled(every=3)
 def test_steps_rotate_by_a_loop(
     matrix: Tensor, function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

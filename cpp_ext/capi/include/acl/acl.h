@@ -2,6 +2,10 @@
  *
  * Functions that give a status give ACL_SUCCESS, or else aclGetRecentErrMsg() says what was wrong. No function owns
  * memory or arrays that are handed to it after it has returned, and every function may be called from any thread.
+ *
+ * The second phase of an operator, aclnn<Operator>, runs what executor holds, once: it is then gone. What is on a
+ * stream runs in order. Device memory of at least the size that the first phase gave, workspace, belongs to the run
+ * until the stream has come past it.
  */
 #ifndef GRADFUSE_ACL_ACL_H_
 #define GRADFUSE_ACL_ACL_H_
@@ -10,10 +14,18 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#pragma GCC visibility push(default)
+/* Around declarations of functions in C that a library shows. */
 #ifdef __cplusplus
-extern "C" {
+#define ACL_BEGIN_DECLS _Pragma("GCC visibility push(default)") extern "C" {
+#define ACL_END_DECLS \
+  }                   \
+  _Pragma("GCC visibility pop")
+#else
+#define ACL_BEGIN_DECLS _Pragma("GCC visibility push(default)")
+#define ACL_END_DECLS _Pragma("GCC visibility pop")
 #endif
+
+ACL_BEGIN_DECLS
 
 typedef int aclError;
 typedef int32_t aclnnStatus;
@@ -109,9 +121,6 @@ aclnnStatus aclDestroyTensor(const aclTensor* tensor);
 aclIntArray* aclCreateIntArray(const int64_t* value, uint64_t size);
 aclnnStatus aclDestroyIntArray(const aclIntArray* array);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* One update of a parameter and its state by AdamW, or by Adam where decoupledWeightDecay is false, as torch.optim's.
  *
@@ -26,13 +23,8 @@ aclnnStatus aclnnApplyAdamWGetWorkspaceSize(const aclTensor* parameter, const ac
                                             aclTensor* newParameter, aclTensor* newExpAvg, aclTensor* newExpAvgSq,
                                             uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnApplyAdamW(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* One update of a parameter by AdamW, or by Adam where decoupledWeightDecay is false, with state in 8 bits: each block
  * of 256 elements, in row-major order, has a scale.
@@ -31,13 +28,8 @@ aclnnStatus aclnnApplyAdamW8bitGetWorkspaceSize(
     bool decoupledWeightDecay, aclTensor* newParameter, aclTensor* newExpAvg, aclTensor* newExpAvgSq,
     aclTensor* newExpAvgScale, aclTensor* newExpAvgSqScale, uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnApplyAdamW8bit(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

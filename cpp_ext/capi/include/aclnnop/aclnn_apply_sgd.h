@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* One update of a parameter and its momentum by SGD, as torch.optim's without dampening.
  *
@@ -24,13 +21,8 @@ aclnnStatus aclnnApplySgdGetWorkspaceSize(const aclTensor* parameter, const aclT
                                           bool nesterov, aclTensor* newParameter, aclTensor* newMomentumBuffer,
                                           uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnApplySgd(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* A convolution over 1 to 3 spatial dimensions, or a transposed one.
  *
@@ -22,13 +19,8 @@ aclnnStatus aclnnConvolutionGetWorkspaceSize(const aclTensor* input, const aclTe
                                              const aclIntArray* outputPadding, int64_t groups, bool relu,
                                              aclTensor* output, uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnConvolution(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

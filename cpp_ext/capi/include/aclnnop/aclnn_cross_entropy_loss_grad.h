@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* Gradient of the cross entropy loss with respect to the logits whose log-softmax is logProb.
  *
@@ -26,14 +23,9 @@ aclnnStatus aclnnCrossEntropyLossGradGetWorkspaceSize(const aclTensor* gradLoss,
                                                       double lseSquareScaleForZloss, const aclTensor* out,
                                                       uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnCrossEntropyLossGrad(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                       aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

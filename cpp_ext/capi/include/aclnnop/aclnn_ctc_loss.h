@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* Connectionist temporal classification, the forward pass: the loss of each item, and the log probabilities of all
  * prefixes of its labels, as aclnnCtcLossBackward takes them.
@@ -19,13 +16,8 @@ aclnnStatus aclnnCtcLossGetWorkspaceSize(const aclTensor* logProbs, const aclTen
                                          int64_t blank, bool zeroInfinity, aclTensor* negLogLikelihood,
                                          aclTensor* logAlpha, uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnCtcLoss(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

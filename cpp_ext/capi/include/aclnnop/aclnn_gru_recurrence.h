@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* The recurrence of a GRU over T steps, of N items and H units, whose input is projected already. At step t, with h of
  * the step before it:
@@ -25,13 +22,8 @@ aclnnStatus aclnnGruRecurrenceGetWorkspaceSize(const aclTensor* input, const acl
                                                aclTensor* hidden, aclTensor* gates, uint64_t* workspaceSize,
                                                aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnGruRecurrence(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

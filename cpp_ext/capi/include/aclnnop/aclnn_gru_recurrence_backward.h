@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* The gradients of the input, the first state and the recurrent part, h weight^T + bias, of aclnnGruRecurrence. From
  * the last step on, with h' the state before a step, and what comes from the steps behind it in dh: dh = gradHidden +
@@ -26,14 +23,9 @@ aclnnStatus aclnnGruRecurrenceBackwardGetWorkspaceSize(const aclTensor* gradHidd
                                                        aclTensor* gradInitialH, aclTensor* gradRecurrent,
                                                        uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnGruRecurrenceBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                        aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

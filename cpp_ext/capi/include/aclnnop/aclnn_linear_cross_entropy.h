@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* Cross entropy of the results of a linear layer, and its gradients, which are known up to the factor gradLoss. Nothing
  * of N x C is kept. With z = input linearWeight^T + linearBias, the logits are z, or softcap tanh(z / softcap).
@@ -30,14 +27,9 @@ aclnnStatus aclnnLinearCrossEntropyGetWorkspaceSize(const aclTensor* input, cons
                                                     aclTensor* gradInput, aclTensor* gradWeight, aclTensor* gradBias,
                                                     uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnLinearCrossEntropy(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                     aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* The recurrence of an LSTM over T steps, of N items and H units, whose input is projected already. At step t, with
  * h and c of the step before it:
@@ -26,13 +23,8 @@ aclnnStatus aclnnLstmRecurrenceGetWorkspaceSize(const aclTensor* input, const ac
                                                 aclTensor* cell, aclTensor* gates, uint64_t* workspaceSize,
                                                 aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnLstmRecurrence(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

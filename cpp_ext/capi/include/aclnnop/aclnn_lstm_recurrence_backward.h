@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* The gradients of the input and the first states of aclnnLstmRecurrence. From the last step on, with c' the cell
  * before a step, and what comes from the steps behind it in dh and dc:
@@ -29,14 +26,9 @@ aclnnStatus aclnnLstmRecurrenceBackwardGetWorkspaceSize(const aclTensor* gradHid
                                                         aclTensor* gradInitialC, uint64_t* workspaceSize,
                                                         aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnLstmRecurrenceBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                         aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

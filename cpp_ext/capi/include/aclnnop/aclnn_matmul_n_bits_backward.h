@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* Gradient of a product with a weight of few bits with respect to what it multiplies: gradOutput times the weight,
  * whose rows are blocks of numbers, (number - zero point) scale. The lowest bits of a byte are its first number.
@@ -24,14 +21,9 @@ aclnnStatus aclnnMatmulNBitsBackwardGetWorkspaceSize(const aclTensor* gradOutput
                                                      int64_t inFeatures, int64_t bits, aclTensor* gradInput,
                                                      uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnMatmulNBitsBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                      aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* Gradient of maximum pooling over 1 to 3 spatial dimensions. The maxima are found again: of equal ones of a window the
  * first gets its gradient, of NaN the last.
@@ -23,13 +20,8 @@ aclnnStatus aclnnMaxPoolBackwardGetWorkspaceSize(const aclTensor* gradOutput, co
                                                  aclTensor* gradInput, uint64_t* workspaceSize,
                                                  aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnMaxPoolBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

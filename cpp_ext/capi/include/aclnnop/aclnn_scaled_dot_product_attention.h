@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* Attention. With s = scale query key^T, of the keys that a row sees, and d what dropout makes of 1:
  *   p = softmax(s);  output = (d p) value;  logsumexp = log of the sum of exp(s)
@@ -32,14 +29,9 @@ aclnnStatus aclnnScaledDotProductAttentionGetWorkspaceSize(const aclTensor* quer
                                                            aclTensor* logsumexp, uint64_t* workspaceSize,
                                                            aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnScaledDotProductAttention(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                            aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

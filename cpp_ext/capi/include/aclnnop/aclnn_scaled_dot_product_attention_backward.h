@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* Gradients of attention. With p = exp(scale query key^T - logsumexp) where a row sees a key, else 0, d what dropout
  * makes of 1, and r = sum of gradOutput output over a row: gradValue = (d p)^T gradOutput;  s = scale p (d gradOutput
@@ -31,14 +28,9 @@ aclnnStatus aclnnScaledDotProductAttentionBackwardGetWorkspaceSize(
     int64_t dropoutThreshold, int64_t draw, aclTensor* gradQuery, aclTensor* gradKey, aclTensor* gradValue,
     uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. What is on a stream runs in order. Device memory of at least the
- * size that the first phase gave belongs to the run until the stream has come past it. */
 aclnnStatus aclnnScaledDotProductAttentionBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                                    aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -56,14 +51,6 @@ struct ApplyAdamWArgs {
   }
 };
 
-Status Check(const ApplyAdamWArgs& args);
-std::vector<Shape> OutputShapes(const ApplyAdamWArgs& args);
-namespace cpu {
-void Run(const ApplyAdamWArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const ApplyAdamWArgs& args);
-Status Run(const ApplyAdamWArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(ApplyAdamWArgs)
 
 }  // namespace gradfuse

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -68,14 +63,6 @@ struct ApplyAdamW8bitArgs {
   }
 };
 
-Status Check(const ApplyAdamW8bitArgs& args);
-std::vector<Shape> OutputShapes(const ApplyAdamW8bitArgs& args);
-namespace cpu {
-void Run(const ApplyAdamW8bitArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const ApplyAdamW8bitArgs& args);
-Status Run(const ApplyAdamW8bitArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(ApplyAdamW8bitArgs)
 
 }  // namespace gradfuse

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -44,14 +39,6 @@ struct ApplySgdArgs {
   }
 };
 
-Status Check(const ApplySgdArgs& args);
-std::vector<Shape> OutputShapes(const ApplySgdArgs& args);
-namespace cpu {
-void Run(const ApplySgdArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const ApplySgdArgs& args);
-Status Run(const ApplySgdArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(ApplySgdArgs)
 
 }  // namespace gradfuse

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -51,14 +46,6 @@ struct BatchNormArgs {
   }
 };
 
-Status Check(const BatchNormArgs& args);
-std::vector<Shape> OutputShapes(const BatchNormArgs& args);
-namespace cpu {
-void Run(const BatchNormArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const BatchNormArgs& args);
-Status Run(const BatchNormArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(BatchNormArgs)
 
 }  // namespace gradfuse

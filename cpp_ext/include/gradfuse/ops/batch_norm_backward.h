@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -46,14 +41,6 @@ struct BatchNormBackwardArgs {
   }
 };
 
-Status Check(const BatchNormBackwardArgs& args);
-std::vector<Shape> OutputShapes(const BatchNormBackwardArgs& args);
-namespace cpu {
-void Run(const BatchNormBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const BatchNormBackwardArgs& args);
-Status Run(const BatchNormBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(BatchNormBackwardArgs)
 
 }  // namespace gradfuse

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -49,14 +44,6 @@ struct ConvolutionArgs {
   }
 };
 
-Status Check(const ConvolutionArgs& args);
-std::vector<Shape> OutputShapes(const ConvolutionArgs& args);
-namespace cpu {
-void Run(const ConvolutionArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const ConvolutionArgs& args);
-Status Run(const ConvolutionArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(ConvolutionArgs)
 
 }  // namespace gradfuse

@@ -1,10 +1,6 @@
 #pragma once
 
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -55,14 +51,6 @@ struct ConvolutionBackwardArgs {
   }
 };
 
-Status Check(const ConvolutionBackwardArgs& args);
-std::vector<Shape> OutputShapes(const ConvolutionBackwardArgs& args);
-namespace cpu {
-void Run(const ConvolutionBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const ConvolutionBackwardArgs& args);
-Status Run(const ConvolutionBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(ConvolutionBackwardArgs)
 
 }  // namespace gradfuse

@@ -1,12 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <string>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -49,14 +43,6 @@ struct CrossEntropyLossGradArgs {
   }
 };
 
-Status Check(const CrossEntropyLossGradArgs& args);
-std::vector<Shape> OutputShapes(const CrossEntropyLossGradArgs& args);
-namespace cpu {
-void Run(const CrossEntropyLossGradArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const CrossEntropyLossGradArgs& args);
-Status Run(const CrossEntropyLossGradArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(CrossEntropyLossGradArgs)
 
 }  // namespace gradfuse

@@ -1,10 +1,6 @@
 #pragma once
 
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -46,14 +42,6 @@ struct CtcLossArgs {
   }
 };
 
-Status Check(const CtcLossArgs& args);
-std::vector<Shape> OutputShapes(const CtcLossArgs& args);
-namespace cpu {
-void Run(const CtcLossArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const CtcLossArgs& args);
-Status Run(const CtcLossArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(CtcLossArgs)
 
 }  // namespace gradfuse

@@ -1,11 +1,7 @@
 #pragma once
 
-#include <vector>
-
+#include "gradfuse/op.h"
 #include "gradfuse/ops/ctc_loss.h"
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
 
 namespace gradfuse {
 
@@ -46,14 +42,6 @@ struct CtcLossBackwardArgs {
   }
 };
 
-Status Check(const CtcLossBackwardArgs& args);
-std::vector<Shape> OutputShapes(const CtcLossBackwardArgs& args);
-namespace cpu {
-void Run(const CtcLossBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const CtcLossBackwardArgs& args);
-Status Run(const CtcLossBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(CtcLossBackwardArgs)
 
 }  // namespace gradfuse

@@ -1,10 +1,6 @@
 #pragma once
 
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -32,14 +28,6 @@ struct EmbeddingDenseBackwardArgs {
   }
 };
 
-Status Check(const EmbeddingDenseBackwardArgs& args);
-std::vector<Shape> OutputShapes(const EmbeddingDenseBackwardArgs& args);
-namespace cpu {
-void Run(const EmbeddingDenseBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const EmbeddingDenseBackwardArgs& args);
-Status Run(const EmbeddingDenseBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(EmbeddingDenseBackwardArgs)
 
 }  // namespace gradfuse

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <string>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -32,14 +27,6 @@ struct GeluBackwardArgs {
   bool ByTanh() const { return approximate == "tanh"; }
 };
 
-Status Check(const GeluBackwardArgs& args);
-std::vector<Shape> OutputShapes(const GeluBackwardArgs& args);
-namespace cpu {
-void Run(const GeluBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const GeluBackwardArgs& args);
-Status Run(const GeluBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(GeluBackwardArgs)
 
 }  // namespace gradfuse

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -29,14 +24,6 @@ struct GroupedBiasAddGradArgs {
   }
 };
 
-Status Check(const GroupedBiasAddGradArgs& args);
-std::vector<Shape> OutputShapes(const GroupedBiasAddGradArgs& args);
-namespace cpu {
-void Run(const GroupedBiasAddGradArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const GroupedBiasAddGradArgs& args);
-Status Run(const GroupedBiasAddGradArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(GroupedBiasAddGradArgs)
 
 }  // namespace gradfuse

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -38,14 +33,6 @@ struct GruRecurrenceArgs {
   }
 };
 
-Status Check(const GruRecurrenceArgs& args);
-std::vector<Shape> OutputShapes(const GruRecurrenceArgs& args);
-namespace cpu {
-void Run(const GruRecurrenceArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const GruRecurrenceArgs& args);
-Status Run(const GruRecurrenceArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(GruRecurrenceArgs)
 
 }  // namespace gradfuse

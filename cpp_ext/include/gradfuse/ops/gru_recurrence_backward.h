@@ -1,10 +1,6 @@
 #pragma once
 
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -42,14 +38,6 @@ struct GruRecurrenceBackwardArgs {
   }
 };
 
-Status Check(const GruRecurrenceBackwardArgs& args);
-std::vector<Shape> OutputShapes(const GruRecurrenceBackwardArgs& args);
-namespace cpu {
-void Run(const GruRecurrenceBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const GruRecurrenceBackwardArgs& args);
-Status Run(const GruRecurrenceBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(GruRecurrenceBackwardArgs)
 
 }  // namespace gradfuse

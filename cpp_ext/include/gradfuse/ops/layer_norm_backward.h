@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -47,14 +42,6 @@ struct LayerNormBackwardArgs {
   }
 };
 
-Status Check(const LayerNormBackwardArgs& args);
-std::vector<Shape> OutputShapes(const LayerNormBackwardArgs& args);
-namespace cpu {
-void Run(const LayerNormBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const LayerNormBackwardArgs& args);
-Status Run(const LayerNormBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(LayerNormBackwardArgs)
 
 }  // namespace gradfuse

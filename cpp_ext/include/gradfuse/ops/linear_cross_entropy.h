@@ -1,12 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <string>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -66,14 +60,6 @@ struct LinearCrossEntropyArgs {
   int64_t Classes() const { return linear_weight.shape[0]; }
 };
 
-Status Check(const LinearCrossEntropyArgs& args);
-std::vector<Shape> OutputShapes(const LinearCrossEntropyArgs& args);
-namespace cpu {
-void Run(const LinearCrossEntropyArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const LinearCrossEntropyArgs& args);
-Status Run(const LinearCrossEntropyArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(LinearCrossEntropyArgs)
 
 }  // namespace gradfuse

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -42,14 +37,6 @@ struct LstmRecurrenceArgs {
   }
 };
 
-Status Check(const LstmRecurrenceArgs& args);
-std::vector<Shape> OutputShapes(const LstmRecurrenceArgs& args);
-namespace cpu {
-void Run(const LstmRecurrenceArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const LstmRecurrenceArgs& args);
-Status Run(const LstmRecurrenceArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(LstmRecurrenceArgs)
 
 }  // namespace gradfuse

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -44,14 +39,6 @@ struct LstmRecurrenceBackwardArgs {
   }
 };
 
-Status Check(const LstmRecurrenceBackwardArgs& args);
-std::vector<Shape> OutputShapes(const LstmRecurrenceBackwardArgs& args);
-namespace cpu {
-void Run(const LstmRecurrenceBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const LstmRecurrenceBackwardArgs& args);
-Status Run(const LstmRecurrenceBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(LstmRecurrenceBackwardArgs)
 
 }  // namespace gradfuse

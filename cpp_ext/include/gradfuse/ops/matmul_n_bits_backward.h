@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -42,14 +37,6 @@ struct MatmulNBitsBackwardArgs {
   }
 };
 
-Status Check(const MatmulNBitsBackwardArgs& args);
-std::vector<Shape> OutputShapes(const MatmulNBitsBackwardArgs& args);
-namespace cpu {
-void Run(const MatmulNBitsBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const MatmulNBitsBackwardArgs& args);
-Status Run(const MatmulNBitsBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(MatmulNBitsBackwardArgs)
 
 }  // namespace gradfuse

@@ -1,10 +1,6 @@
 #pragma once
 
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -42,14 +38,6 @@ struct MaxPoolBackwardArgs {
   }
 };
 
-Status Check(const MaxPoolBackwardArgs& args);
-std::vector<Shape> OutputShapes(const MaxPoolBackwardArgs& args);
-namespace cpu {
-void Run(const MaxPoolBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const MaxPoolBackwardArgs& args);
-Status Run(const MaxPoolBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(MaxPoolBackwardArgs)
 
 }  // namespace gradfuse

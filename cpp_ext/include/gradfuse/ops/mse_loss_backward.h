@@ -1,10 +1,6 @@
 #pragma once
 
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -33,14 +29,6 @@ struct MseLossBackwardArgs {
   }
 };
 
-Status Check(const MseLossBackwardArgs& args);
-std::vector<Shape> OutputShapes(const MseLossBackwardArgs& args);
-namespace cpu {
-void Run(const MseLossBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const MseLossBackwardArgs& args);
-Status Run(const MseLossBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(MseLossBackwardArgs)
 
 }  // namespace gradfuse

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -50,14 +45,6 @@ struct ScaledDotProductAttentionArgs {
   }
 };
 
-Status Check(const ScaledDotProductAttentionArgs& args);
-std::vector<Shape> OutputShapes(const ScaledDotProductAttentionArgs& args);
-namespace cpu {
-void Run(const ScaledDotProductAttentionArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const ScaledDotProductAttentionArgs& args);
-Status Run(const ScaledDotProductAttentionArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(ScaledDotProductAttentionArgs)
 
 }  // namespace gradfuse

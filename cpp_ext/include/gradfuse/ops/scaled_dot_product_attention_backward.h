@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -59,14 +54,6 @@ struct ScaledDotProductAttentionBackwardArgs {
   }
 };
 
-Status Check(const ScaledDotProductAttentionBackwardArgs& args);
-std::vector<Shape> OutputShapes(const ScaledDotProductAttentionBackwardArgs& args);
-namespace cpu {
-void Run(const ScaledDotProductAttentionBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const ScaledDotProductAttentionBackwardArgs& args);
-Status Run(const ScaledDotProductAttentionBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(ScaledDotProductAttentionBackwardArgs)
 
 }  // namespace gradfuse

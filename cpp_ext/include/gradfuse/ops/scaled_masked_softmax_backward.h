@@ -1,11 +1,6 @@
 #pragma once
 
-#include <optional>
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -35,14 +30,6 @@ struct ScaledMaskedSoftmaxBackwardArgs {
   }
 };
 
-Status Check(const ScaledMaskedSoftmaxBackwardArgs& args);
-std::vector<Shape> OutputShapes(const ScaledMaskedSoftmaxBackwardArgs& args);
-namespace cpu {
-void Run(const ScaledMaskedSoftmaxBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const ScaledMaskedSoftmaxBackwardArgs& args);
-Status Run(const ScaledMaskedSoftmaxBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(ScaledMaskedSoftmaxBackwardArgs)
 
 }  // namespace gradfuse

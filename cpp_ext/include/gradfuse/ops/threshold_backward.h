@@ -1,10 +1,6 @@
 #pragma once
 
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -27,14 +23,6 @@ struct ThresholdBackwardArgs {
   }
 };
 
-Status Check(const ThresholdBackwardArgs& args);
-std::vector<Shape> OutputShapes(const ThresholdBackwardArgs& args);
-namespace cpu {
-void Run(const ThresholdBackwardArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const ThresholdBackwardArgs& args);
-Status Run(const ThresholdBackwardArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(ThresholdBackwardArgs)
 
 }  // namespace gradfuse

@@ -24,7 +24,7 @@ def cases(random: np.random.Generator, dtype: str, large: bool) -> Iterator[Case
         values[1], values[2] = np.tanh(values[1]), values[2] / units**0.5
         inputs = [Values.of(one, dtype) for one in values[: 4 if biased else 3]] + [None] * (not biased)
         expected = states_and_gates(*(None if one is None else one.wide() for one in inputs), reverse=reverse)
-        # A sum of a gate is of so many terms below 1, and its error goes through all later steps.
+        # A gate's sum has this many terms below 1, and its error propagates through all later steps.
         terms = [arithmetic(dtype) * (8 + units**0.5) * max(1, steps)] * 2
         yield Case(
             f"{steps} steps of {items} x {units}, reverse: {reverse}, bias: {biased}", OP, dtype, inputs, expected,

@@ -1,7 +1,6 @@
-"""Operators of ATen's backward programs that torch.onnx cannot translate, written in operators that it can.
+"""ATen's backward operators in others that torch.onnx can translate, for steps that take derivatives themselves.
 
-`table()` is a decomposition table for `torch.export.ExportedProgram.run_decompositions`. Each entry computes what the
-ATen operator of its name computes, for static and symbolic shapes. This module imports torch.
+Each computes what the ATen operator of its name computes, for static and symbolic shapes. This module imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradfuse import _torch_private as private
-from gradfuse.export.decompositions import attention, index, pooling, special
+from gradfuse.export.decompositions import index, pooling, special
 from gradfuse.export.decompositions.pooling import per_axis
 
 aten = torch.ops.aten
@@ -32,7 +31,6 @@ def table() -> dict[Any, Callable[..., Any]]:
     )
     return {
         **known,
-        **attention.table(),
         **index.table(),
         **pooling.table(),
         **special.table(),

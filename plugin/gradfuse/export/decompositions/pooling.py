@@ -22,13 +22,13 @@ def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
     return {
         **forward_table(),
-        aten.avg_pool2d_backward.default: avg_pool2d_backward,
-        aten.avg_pool3d_backward.default: avg_pool3d_backward,
-        aten._adaptive_avg_pool2d_backward.default: adaptive_avg_pool2d_backward,
-        aten._adaptive_avg_pool3d_backward.default: adaptive_avg_pool3d_backward,
-        aten.max_pool3d_with_indices_backward.default: max_pool3d_with_indices_backward,
-        aten.adaptive_max_pool2d_backward.default: adaptive_max_pool2d_backward,
-        aten.adaptive_max_pool3d_backward.default: adaptive_max_pool3d_backward,
+        aten.avg_pool2d_backward.default: functools.partial(avg_pool_backward, 2),
+        aten.avg_pool3d_backward.default: functools.partial(avg_pool_backward, 3),
+        aten._adaptive_avg_pool2d_backward.default: functools.partial(adaptive_avg_pool_backward, 2),
+        aten._adaptive_avg_pool3d_backward.default: functools.partial(adaptive_avg_pool_backward, 3),
+        aten.max_pool3d_with_indices_backward.default: functools.partial(max_pool_backward, 3),
+        aten.adaptive_max_pool2d_backward.default: functools.partial(max_pool_backward, 2),
+        aten.adaptive_max_pool3d_backward.default: functools.partial(max_pool_backward, 3),
         aten.replication_pad1d_backward.default: replication_pad_backward,
         aten.replication_pad2d_backward.default: replication_pad_backward,
         aten.replication_pad3d_backward.default: replication_pad_backward,
@@ -113,25 +113,7 @@ def fractional_max_pool(
     return (values, indices) if self.dim() == axes + 2 else (values.squeeze(0), indices.squeeze(0))
 
 
-def avg_pool2d_backward(grad_output: Tensor, self: Tensor, *settings: Any) -> Tensor:
-    """Gradient of 2-D average pooling: aten::avg_pool2d_backward.
-
-    Args:
-        grad_output: (N, C, outH, outW) or (C, outH, outW), floating.
-        self: the forward's input, (N, C, H, W) or (C, H, W), of the same type.
-        settings: kernel_size, stride and padding, one for all axes or one each (an empty stride means the kernel size);
-            ceil_mode, which the sizes of grad_output tell; count_include_pad, whether padding counts in the divisor;
-            divisor_override, the divisor of every window, or None.
-    """
-    return _avg_pool_backward(2, grad_output, self, *settings)
-
-
-def avg_pool3d_backward(grad_output: Tensor, self: Tensor, *settings: Any) -> Tensor:
-    """Gradient of 3-D average pooling: aten::avg_pool3d_backward. Arguments as in 2-D, with one more axis."""
-    return _avg_pool_backward(3, grad_output, self, *settings)
-
-
-def _avg_pool_backward(
+def avg_pool_backward(
     axes: int,
     grad_output: Tensor,
     self: Tensor,
@@ -142,6 +124,17 @@ def _avg_pool_backward(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> Tensor:
+    """Gradient of average pooling: aten::avg_pool2d_backward and 3d.
+
+    Args:
+        axes: how many are pooled over, the last ones.
+        grad_output: (N, C, out sizes) or (C, out sizes), floating.
+        self: the forward's input, (N, C, sizes) or (C, sizes), of the same type.
+        kernel_size, stride, padding: one for all axes or one each; an empty stride means the kernel size.
+        ceil_mode: what the sizes of grad_output tell.
+        count_include_pad: whether padding counts in the divisor.
+        divisor_override: the divisor of every window, or None.
+    """
     kernel, pad = per_axis(kernel_size, axes), per_axis(padding, axes)
     step = per_axis(stride, axes) if stride else kernel
     matrices = []
@@ -160,25 +153,22 @@ def _avg_pool_backward(
     return grad / divisor_override if divisor_override else grad
 
 
-def adaptive_avg_pool2d_backward(grad_output: Tensor, self: Tensor) -> Tensor:
-    """Gradient of 2-D adaptive average pooling: aten::_adaptive_avg_pool2d_backward.
-
-    Args:
-        grad_output: (N, C, outH, outW) or (C, outH, outW), floating.
-        self: the forward's input, (N, C, H, W) or (C, H, W), of the same type.
-    """
-    return _along_axes(grad_output, _adaptive_averages(self.shape[-2:], grad_output.shape[-2:], grad_output))
-
-
 def adaptive_avg_pool3d(self: Tensor, output_size: Sequence[Any]) -> Tensor:
     """aten::_adaptive_avg_pool3d: means of (N, C, D, H, W) or (C, D, H, W) over output_size windows an axis."""
     matrices = _adaptive_averages(self.shape[-3:], output_size, self)
     return _along_axes(self, [matrix.transpose(0, 1) for matrix in matrices])
 
 
-def adaptive_avg_pool3d_backward(grad_output: Tensor, self: Tensor) -> Tensor:
-    """Gradient of 3-D adaptive average pooling: aten::_adaptive_avg_pool3d_backward, as in 2-D."""
-    return _along_axes(grad_output, _adaptive_averages(self.shape[-3:], grad_output.shape[-3:], grad_output))
+def adaptive_avg_pool_backward(axes: int, grad_output: Tensor, self: Tensor) -> Tensor:
+    """Gradient of adaptive average pooling: aten::_adaptive_avg_pool2d_backward and 3d.
+
+    Args:
+        axes: how many are pooled over, the last ones.
+        grad_output: (N, C, out sizes) or (C, out sizes), floating.
+        self: the forward's input, (N, C, sizes) or (C, sizes), of the same type.
+    """
+    sizes, outputs = self.shape[-axes:], grad_output.shape[-axes:]
+    return _along_axes(grad_output, _adaptive_averages(sizes, outputs, grad_output))
 
 
 def _adaptive_averages(sizes: Sequence[Any], outputs: Sequence[Any], like: Tensor) -> list[Tensor]:
@@ -216,31 +206,18 @@ def adaptive_max_pool(self: Tensor, output_size: Sequence[Any]) -> tuple[Tensor,
     return values, positions
 
 
-def max_pool3d_with_indices_backward(grad_output: Tensor, self: Tensor, *settings: Any) -> Tensor:
-    """Gradient of 3-D maximum pooling: aten::max_pool3d_with_indices_backward.
+def max_pool_backward(axes: int, grad_output: Tensor, self: Tensor, *settings: Any) -> Tensor:
+    """Gradient of maximum pooling: aten::max_pool3d_with_indices_backward, aten::adaptive_max_pool2d_backward and 3d.
 
     Args:
-        grad_output: (N, C, outD, outH, outW) or (C, outD, outH, outW), floating.
-        self: the forward's input, (N, C, D, H, W) or (C, D, H, W), of the same type.
-        settings: those of the windows, which are not needed; then indices, the positions in D H W of the maxima, in the
-            shape of grad_output.
+        axes: how many are pooled over, the last ones.
+        grad_output: (N, C, out sizes) or (C, out sizes), floating.
+        self: the forward's input, (N, C, sizes) or (C, sizes), of the same type.
+        settings: those of the windows, which are not needed; then indices, the positions in the product of the sizes of
+            the maxima, in the shape of grad_output.
     """
-    return _add_at(grad_output, self, settings[-1], 3)
-
-
-def adaptive_max_pool2d_backward(grad_output: Tensor, self: Tensor, indices: Tensor) -> Tensor:
-    """Gradient of 2-D adaptive maximum pooling: aten::adaptive_max_pool2d_backward, arguments as in 3-D."""
-    return _add_at(grad_output, self, indices, 2)
-
-
-def adaptive_max_pool3d_backward(grad_output: Tensor, self: Tensor, indices: Tensor) -> Tensor:
-    """Gradient of 3-D adaptive maximum pooling: aten::adaptive_max_pool3d_backward."""
-    return _add_at(grad_output, self, indices, 3)
-
-
-def _add_at(grad_output: Tensor, self: Tensor, indices: Tensor, axes: int) -> Tensor:
     zeros = torch.zeros_like(self).flatten(-axes)
-    return zeros.scatter_add(-1, indices.flatten(-axes), grad_output.flatten(-axes)).view(self.shape)
+    return zeros.scatter_add(-1, settings[-1].flatten(-axes), grad_output.flatten(-axes)).view(self.shape)
 
 
 def replication_pad_backward(grad_output: Tensor, self: Tensor, padding: Sequence[Any]) -> Tensor:

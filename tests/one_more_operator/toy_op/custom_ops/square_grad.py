@@ -67,5 +67,5 @@ OPERATOR = Operator(
     infer=_infer,
     choices=_choices,
     body=_body,
-    torch_op=TorchOp(schema="(Tensor grad, Tensor x, float factor=2.0) -> Tensor", outputs=_torch_outputs),
+    torch_op=TorchOp(outputs=_torch_outputs),
 )

@@ -1,11 +1,12 @@
 #include "gradfuse/ops/square_grad.h"
 
+#include "kernels/checks.h"
+
 namespace gradfuse {
 
 Status Check(const SquareGradArgs& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckLayout(args));
-  GRADFUSE_EXPECT(args.x.shape == args.grad.shape, "x", Describe(args.x), Describe(args.grad) + " as grad");
-  return {};
+  return CheckShape("x", args.x, args.grad.shape, " as grad");
 }
 
 std::vector<Shape> OutputShapes(const SquareGradArgs& args) { return {args.x.shape}; }

@@ -3,10 +3,7 @@
 
 #include "acl/acl.h"
 
-#pragma GCC visibility push(default)
-#ifdef __cplusplus
-extern "C" {
-#endif
+ACL_BEGIN_DECLS
 
 /* Gradient of the squares of all elements with respect to them: out = factor x grad.
  *
@@ -16,12 +13,8 @@ extern "C" {
 aclnnStatus aclnnSquareGradGetWorkspaceSize(const aclTensor* grad, const aclTensor* x, double factor, aclTensor* out,
                                             uint64_t* workspaceSize, aclOpExecutor** executor);
 
-/* Runs what executor holds, once: it is then gone. */
 aclnnStatus aclnnSquareGrad(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 
-#ifdef __cplusplus
-}
-#endif
-#pragma GCC visibility pop
+ACL_END_DECLS
 
 #endif

@@ -1,10 +1,6 @@
 #pragma once
 
-#include <vector>
-
-#include "gradfuse/parallel.h"
-#include "gradfuse/queue.h"
-#include "gradfuse/signature.h"
+#include "gradfuse/op.h"
 
 namespace gradfuse {
 
@@ -16,7 +12,7 @@ struct SquareGradArgs {
   Tensor grad;
   Tensor x;
   float factor = 2;
-  Tensor grad_x;
+  MutableTensor grad_x;
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {
@@ -27,14 +23,6 @@ struct SquareGradArgs {
   }
 };
 
-Status Check(const SquareGradArgs& args);
-std::vector<Shape> OutputShapes(const SquareGradArgs& args);
-namespace cpu {
-void Run(const SquareGradArgs& args, const ParallelFor& parallel);
-}
-namespace cuda {
-int64_t WorkspaceBytes(const SquareGradArgs& args);
-Status Run(const SquareGradArgs& args, const Queue& queue);
-}  // namespace cuda
+GRADFUSE_DECLARE_OP(SquareGradArgs)
 
 }  // namespace gradfuse
