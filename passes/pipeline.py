@@ -49,10 +49,10 @@ class Pipeline(ir.passes.PassManager):
         self.report = Report()
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        before = _count(model)
         with Context(model, self._progress) as context:
-            context.report.before = _count(model)
             modified = [step.run(context) for step in self._steps]
-            context.report.after = _count(model)
+        context.report.before, context.report.after = before, _count(model)
         self.report = context.report
         return ir.passes.PassResult(model, any(modified))
 

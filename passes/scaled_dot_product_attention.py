@@ -41,6 +41,8 @@ class FuseScaledDotProductAttentionPass(FusePass):
         return replace(
             builder.rewrite("attention", [output], builder.reshape(whole, site.extents(root))),
             frontier=operands.given,
+            runs=operands.runs,
+            within=operands.within,
             skips=True,
         )
 

@@ -144,17 +144,22 @@ def _factors(site: Site, node: ir.Node | None) -> tuple[Matrices, Matrices] | No
 
 
 def _with_gradients(site: Site, found: Written, grad_output: Matrices, grad_value: Matrices) -> _Backward:
-    of_query = dict(_products(site, found, matrices(found.turned_key, site.first).transposed, turned=False))
-    of_key = dict(_products(site, found, matrices(found.query, site.first), turned=True))
+    scores = site.extents(found.products.outputs[0])
+    # There may be several gradients, as onnx-ad has them.
+    several = site.extents(grad_output.value)
+    scores = [*several[: max(0, len(several) - len(scores))], *scores]
+    of_query = dict(_products(site, found, scores, matrices(found.turned_key, site.first).transposed, turned=False))
+    of_key = dict(_products(site, found, scores, matrices(found.query, site.first), turned=True))
     for grad_scores, grad_query in of_query.items():
         if grad_scores in of_key:
             return _Backward(found, grad_output, grad_query, of_key[grad_scores], grad_value)
     raise Mismatch("the gradients of its queries and keys are no products with one gradient of its scores")
 
 
-def _products(site: Site, found: Written, factor: Matrices, *, turned: bool) -> Iterator[tuple[ir.Value, Matrices]]:
+def _products(
+    site: Site, found: Written, scores: Sequence[Poly], factor: Matrices, *, turned: bool
+) -> Iterator[tuple[ir.Value, Matrices]]:
     """Yield tensors d of the shape of scores, with their products d f with a factor, or d^T f if turned."""
-    scores = _whole(site.extents(found.products.outputs[0]))
     transposes = [node.outputs[0] for node, _ in _readers(site, factor.value) if node.op_type == "Transpose"]
     seen = {found.products}
     for value in (factor.value, *transposes):
@@ -167,7 +172,7 @@ def _products(site: Site, found: Written, factor: Matrices, *, turned: bool) -> 
             ways = ((left, right, False), (right.transposed, left.transposed, True))
             for grad, other, is_transpose in ways:
                 if other == factor and grad.turned == turned and site.knows(grad.value):
-                    if _whole(site.extents(grad.value)) == scores:
+                    if _whole(site.extents(grad.value)) == _whole(scores):
                         yield grad.value, Matrices(node.outputs[0], is_transpose)
 
 
@@ -178,10 +183,9 @@ def _whole(extents: Sequence[Poly]) -> Sequence[Poly]:
 
 def _rewrite(site: Site, builder: Builder, backward: _Backward) -> Rewrite:
     operands = Operands(site, builder, backward.found)
-    grad_output = operands.by_head(backward.grad_output, "gradients")
     output, logsumexp = operands.forward()
-    fused = operands.backward(grad_output, output, logsumexp)
-    gradients = operands.gradients_with_nan(fused)
+    fused = operands.backward(backward.grad_output, output, logsumexp)
+    gradients = operands.gradients(fused)
     wanted = (backward.grad_query, backward.grad_key, backward.grad_value)
     *others, (_, result) = [
         (one.value, in_graph(builder, gradient, one)) for one, gradient in zip(wanted, gradients, strict=True)
@@ -191,10 +195,13 @@ def _rewrite(site: Site, builder: Builder, backward: _Backward) -> Rewrite:
     rewrite = replace(
         builder.rewrite("attention-backward", fused[:1], result),
         frontier=(*operands.given, source(backward.grad_output.value, site.first)),
+        runs=operands.runs,
+        within=operands.within,
         others=tuple(others),
         skips=True,
     )
-    if found.softmax not in superfluous(site, replace(rewrite, others=(*rewrite.others, (attended, output)))):
+    gone = set(superfluous(site, replace(rewrite, others=(*rewrite.others, (attended, output)))))
+    if not gone.issuperset(found.softmax):
         raise Mismatch("its probabilities are read by something else")
     site.notes(FORWARD)[attended] = output.producer()
     return rewrite

@@ -18,19 +18,19 @@ from gradfuse.models.tensors import array_of
 from gradfuse.passes.algebra import UNIT, ZERO, Poly, TooComplex
 from gradfuse.passes.matching.draws import Draw, draw_of
 from gradfuse.passes.matching.rewrite import Mismatch
+from gradfuse.passes.matching.written_softmax import Same, WrittenSoftmax, softmax_of
 from gradfuse.passes.reading import Form, Forms, Opaque
 from gradfuse.passes.reading.nodes import FLOATS, Unreadable, attribute, through_casts
 
 Dims = tuple[int | str | None, ...]
-Same = Callable[[ir.Value], ir.Value]
 
 FEWEST_SCORES = 256 * 256
 """The scores of a head from which on the operator is faster than products and a softmax, and saves memory."""
 
-_SOFTMAXES = {("", "Softmax"): False, ("gradfuse.export", "SafeSoftmax"): True}
-"""Operators -> whether a row that is -inf throughout gives zeros."""
 _NOTHING_BESIDE = -1e8
 """What is added to scores that are to have no share: beside any other score the exponential of one so low is 0."""
+_REGROUPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
+_LEAST = float(np.finfo(np.float32).min)
 _ROUNDING = 1e-6
 
 
@@ -59,7 +59,7 @@ class Written:
 
     Attributes:
         last: the product of probabilities and values.
-        softmax: the softmax.
+        softmax: the nodes of the softmax, the last first.
         products: the product of queries and keys.
         query, turned_key, value: queries (*, L, E), keys (*, E, S) and values (*, S, Ev), as the products take them.
         scale: what scores are multiplied by.
@@ -70,7 +70,7 @@ class Written:
     """
 
     last: ir.Node
-    softmax: ir.Node
+    softmax: Sequence[ir.Node]
     products: ir.Node
     query: ir.Value
     turned_key: ir.Value
@@ -119,10 +119,6 @@ def is_candidate(node: ir.Node) -> bool:
     return node.op_type == "MatMul" and not node.domain
 
 
-def is_softmax(node: ir.Node) -> bool:
-    return (node.domain, node.op_type) in _SOFTMAXES
-
-
 def written(forms: Forms, last: ir.Node, same: Same = lambda value: value) -> Written | None:
     """Return the attention of which a node is the last product; None where it is none.
 
@@ -143,10 +139,7 @@ def written(forms: Forms, last: ir.Node, same: Same = lambda value: value) -> Wr
     if way is None:
         return None
     softmax, gain, kept = way
-    scores = softmax.inputs[0]
-    rank = _rank(scores)
-    if scores is None or rank is None or attribute(softmax, "axis", -1) % rank != rank - 1:
-        return None
+    scores = softmax.scores
     terms: list[Term] = []
     found = _to_products(forms, scores, 1.0, shapes, terms, same)
     if found is None:
@@ -167,15 +160,15 @@ def written(forms: Forms, last: ir.Node, same: Same = lambda value: value) -> Wr
     types = {one.dtype for one in (query, turned_key, value, last.outputs[0])}
     if len(types) != 1 or not types <= FLOATS:
         raise Mismatch("its queries, keys and values are of several types")
-    safe = _SOFTMAXES[softmax.domain, softmax.op_type]
+    safe = softmax.safe
     if zeroed:
-        terms, safe = _without_rows_that_see_nothing(forms, scores, terms, *zeroed[0]), True
-    return Written(last, softmax, products, query, turned_key, value, scale, terms, shapes, draw, safe)
+        terms, safe = _without_rows_that_see_nothing(forms, softmax, terms, *zeroed[0]), True
+    return Written(last, softmax.nodes, products, query, turned_key, value, scale, terms, shapes, draw, safe)
 
 
 def _to_softmax(
     forms: Forms, value: ir.Value, shapes: list[Dims], zeroed: list[tuple[ir.Value, bool]], same: Same
-) -> tuple[ir.Node, float, list[ir.Value]] | None:
+) -> tuple[WrittenSoftmax, float, list[ir.Value]] | None:
     """Return the softmax of which a value is a multiple, the factor, and booleans that it is multiplied by.
 
     `zeroed` gets a condition under which elements are kept, or made 0.
@@ -187,8 +180,9 @@ def _to_softmax(
         node = value.producer()
         if node is None:
             return None
-        if is_softmax(node):
-            return node, gain, kept
+        softmax = softmax_of(forms, node, same)
+        if softmax is not None:
+            return softmax, gain, kept
         source = _through_view(node)
         if source is not None:
             value = source
@@ -217,7 +211,7 @@ def _to_softmax(
 
 
 def _without_rows_that_see_nothing(
-    forms: Forms, scores: ir.Value, terms: list[Term], condition: ir.Value, keeps: bool
+    forms: Forms, softmax: WrittenSoftmax, terms: list[Term], condition: ir.Value, keeps: bool
 ) -> list[Term]:
     """Return what is done to scores, where afterwards probabilities become 0 that are of rows that see nothing.
 
@@ -225,7 +219,10 @@ def _without_rows_that_see_nothing(
         Mismatch: those are other ones.
     """
     largest = None if keeps else _largest_where_infinite(forms, condition)
-    if largest is not None and through_casts(largest) is through_casts(scores):
+    if largest is not None and through_casts(largest) is through_casts(softmax.scores):
+        return terms
+    tested = None if keeps else _read(condition, "IsNaN")[0]
+    if tested is not None and through_casts(tested).producer() is softmax.nodes[0]:
         return terms
     if len(terms) == 1:
         (term,) = terms
@@ -287,6 +284,10 @@ def _to_products(
         if node.domain:
             return None
         if node.op_type in ("Add", "Sub", "Sum") and len(node.inputs) == 2:
+            first, second = node.inputs
+            if first is not None and first is second and node.op_type != "Sub":
+                factor, value = 2.0 * factor, first
+                continue
             for own, other, sign in _operands(node):
                 if dims_of(own) != dims:
                     continue
@@ -301,7 +302,7 @@ def _to_products(
             condition, chosen, rest = node.inputs
             assert condition is not None and chosen is not None and rest is not None
             for scores, filling, shows in ((chosen, rest, True), (rest, chosen, False)):
-                fill = _number(forms, filling)
+                fill = _fill(forms, filling)
                 if fill is not None and fill < 0 < factor and dims_of(scores) == dims:
                     terms.append(Term(condition, dims, factor, fill * factor, shows))
                     value = scores
@@ -333,6 +334,8 @@ def _operands(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, float]]:
 
 def factors(forms: Forms, node: ir.Node) -> tuple[float, list[ir.Value]] | None:
     """Return the numbers and the tensors of which a node computes the product; None of another node."""
+    if node.op_type == "Neg" and not node.domain and node.inputs[0] is not None:
+        return -1.0, [node.inputs[0]]
     if node.domain or node.op_type not in ("Mul", "Div") or None in node.inputs:
         return None
     first, second = (one for one in node.inputs if one is not None)
@@ -363,6 +366,14 @@ def _number(forms: Forms, value: ir.Value) -> float | None:
         return None
     first = array.flat[0]
     return float(first) if array.size == 1 or bool((array == first).all()) else None
+
+
+def _fill(forms: Forms, value: ir.Value) -> float | None:
+    """Return the number that takes the place of scores; the least one of a type as that of float32."""
+    number = _number(forms, value)
+    if number is None or value.dtype is None or math.isinf(number):
+        return number
+    return _LEAST if number <= value.dtype.min else number
 
 
 def is_real(array: npt.NDArray[Any]) -> bool:
@@ -396,21 +407,39 @@ def _through_view(node: ir.Node) -> ir.Value | None:
         return None
     if node.op_type == "Transpose":
         perm = attribute(node, "perm", range(len(before))[::-1])
+        above = source.producer()
+        if above is not None and above.op_type == "Transpose" and not above.domain:
+            inner = attribute(above, "perm", range(len(before))[::-1])
+            if [inner[axis] for axis in perm] == sorted(perm):
+                return above.inputs[0]
         moved = [axis for axis in perm if before[axis] != 1]
         return source if moved == sorted(moved) else None
-    if node.op_type not in ("Reshape", "Squeeze", "Unsqueeze", "Flatten"):
+    if node.op_type == "Expand" and before == after and None not in before:
+        return source
+    if node.op_type not in _REGROUPING:
         return None
+    same = _regrouped_back(source, after)
+    if same is not None:
+        return same
     ends = _ends(before)
     return source if ends == _ends(after) and len(ends) == 2 and None not in ends else None
+
+
+def _regrouped_back(value: ir.Value, dims: Dims) -> ir.Value | None:
+    """Return what has some dimensions, and the same elements in their order as a value that is regrouped from it."""
+    while None not in dims and (node := value.producer()) is not None:
+        source = node.inputs[0] if node.inputs else None
+        if source is None or node.domain or node.op_type not in _REGROUPING:
+            break
+        if dims_of(source) == dims:
+            return source
+        value = source
+    return None
 
 
 def _ends(dims: Dims) -> Dims:
     """Return the last two of the dimensions that are not 1."""
     return tuple(dim for dim in dims if dim != 1)[-2:]
-
-
-def _rank(value: ir.Value | None) -> int | None:
-    return None if value is None or value.shape is None else len(value.shape)
 
 
 def _note(shapes: list[Dims], value: ir.Value) -> None:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.passes import shapes
+from gradfuse.passes.matching.contractions import Contractions
 from gradfuse.passes.matching.graphs import Names
 from gradfuse.passes.matching.site import Site
 from gradfuse.passes.progress import Progress
@@ -34,6 +35,7 @@ class Context:
         self.report = Report()
         self._sites: dict[ir.Graph, Site] = {}
         self._inferred: list[tuple[ir.Value, ir.TypeProtocol | None, ir.Shape | None]] = []
+        self._products: list[Contractions] = []
 
     def __enter__(self) -> Context:
         graphs = _graphs(self.model)
@@ -43,6 +45,7 @@ class Context:
         names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
         names |= {str(n.name) for g in graphs for n in g}
         shared = Names(names)
+        self._products = [Contractions(graph, shared.fresh) for graph in graphs]
         functions = {f.graph for f in self.model.functions.values()}
         for graph, opset in graphs.items():
             self._sites[graph] = Site(
@@ -67,7 +70,9 @@ class Context:
             is_told = type_ is not None and shape is not None and len(shape) == len(value.shape or ())
             if value not in needed or is_told:
                 value.type, value.shape = type_, shape
-        self._sites, self._inferred = {}, []
+        for products in self._products:
+            products.restore()
+        self._sites, self._inferred, self._products = {}, [], []
 
     def _infer(self, values: list[ir.Value], given: set[str]) -> set[str]:
         """Gives values the types and shapes that follow; the names of dimensions that this invents."""

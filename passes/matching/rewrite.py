@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -44,6 +45,8 @@ class Rewrite:
     """Whether results are linear in each value of the frontier, or go by its order: its test needs few numbers."""
     skips: bool = False
     """Whether the operator skips what the original multiplies by 0: a NaN or an infinity there reaches nothing."""
+    within: float = math.inf
+    """How large the numbers of the frontier may be: beside larger ones a finite number may not do for -inf."""
     table: Mapping[int, int] = field(default_factory=dict)
     """With `linear`: smaller sizes for static ones, in which the nodes are valid too; if empty, there are none."""
     by_body: bool = False

@@ -92,7 +92,7 @@ class Samples:
             yield from (Sample(s, style, 20 + k) for k, style in styles for s in bases)
         yield from (
             Sample(s, f"near {x!r}", 60 + k)
-            for k, x in enumerate(_places(constants))
+            for k, x in enumerate(_places(constants, self.region.rewrite.within))
             for s in {*bases[:1], *bases[-1:]}
         )
         if count:
@@ -285,9 +285,13 @@ def _floats(shape: Sequence[int], style: str, rng: np.random.Generator, k: int, 
     return np.asarray(values, np.float64)
 
 
-def _places(constants: Iterable[Array]) -> list[float]:
-    """The numbers near which the constants of a graph matter, where those of ordinary size do not reach them."""
+def _places(constants: Iterable[Array], within: float) -> list[float]:
+    """The numbers near which the constants of a graph matter, where those of ordinary size do not reach them.
+
+    None is larger than `within`.
+    """
     scalars = {float(a.flat[0]) for a in constants if a.dtype.kind == "f" and a.size and (a == a.flat[0]).all()}
     apart = {abs(c) for c in scalars if math.isfinite(c) and not (c == 0 or 0.1 < abs(c) < 2)}
     chosen = sorted(apart, key=lambda c: abs(math.log(c)), reverse=True)[:_NEAR]
-    return list(dict.fromkeys(x for c in chosen for x in ((c, -c) if c > 1 else (1 / c, -1 / c))))
+    places = (c if c > 1 else 1 / c for c in chosen)
+    return list(dict.fromkeys(x for place in places if place <= within for x in (place, -place)))

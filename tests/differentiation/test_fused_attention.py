@@ -64,6 +64,70 @@ WRITTEN: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         HEADS,
         {"dropout": 0.25},
     ),
+    "Keras's products": (
+        """hs = Constant<value_ints=[0, 0, -1, 4]>()
+        qh = Reshape(q0, hs)
+        kh = Reshape(k0, hs)
+        vh = Reshape(v0, hs)
+        c = Constant<value_float=0.5>()
+        small = Mul(qh, c)
+        scaled = Einsum<equation="aecd,abcd->acbe">(kh, small)
+        p = Softmax<axis=3>(scaled)
+        turned = Einsum<equation="acbe,aecd->abcd">(p, vh)
+        js = Constant<value_ints=[0, 0, -1]>()
+        y = Reshape(turned, js)""",
+        "",
+        HEADS,
+        {},
+    ),
+    "JAX's products and softmax": (
+        f"""{BY_HEAD} last = Constant<value_ints=[-1]>()
+        largest = ReduceMax<keepdims=1>(scaled, last)
+        less = Sub(scaled, largest)
+        e = Exp(less)
+        total = ReduceSum<keepdims=1>(e, last)
+        p = Div(e, total)
+        vt = Einsum<equation="bkhd,bhqk->bhdq">(vh, p)
+        turned = Transpose<perm=[0, 3, 1, 2]>(vt)
+        js = Constant<value_ints=[0, 0, -1]>()
+        y = Reshape(turned, js)""",
+        "",
+        HEADS,
+        {},
+    ),
+    "PyTorch's export": (
+        f"""{BY_HEAD} zero = Constant<value_float=0.0>()
+        least = Constant<value_float=-inf>()
+        shown = Where(m, zero, least)
+        masked = Add(scaled, shown)
+        whole = Softmax<axis=-1>(masked)
+        nan = IsNaN(whole)
+        p = Where(nan, zero, whole) {JOINED}""",
+        "bool[L, L] m",
+        HEADS,
+        {"mask": True},
+    ),
+    "groups by broadcasting": (
+        """five = Constant<value_ints=[0, 0, 2, -1, 4]>()
+        qh = Reshape(q0, five)
+        kh = Reshape(k0, five)
+        vh = Reshape(v0, five)
+        q = Transpose<perm=[0, 2, 3, 1, 4]>(qh)
+        kt = Transpose<perm=[0, 2, 3, 4, 1]>(kh)
+        v = Transpose<perm=[0, 2, 3, 1, 4]>(vh)
+        s = MatMul(q, kt)
+        c = Constant<value_float=0.5>()
+        scaled = Mul(s, c)
+        logarithm = LogSoftmax<axis=-1>(scaled)
+        p = Exp(logarithm)
+        rows = MatMul(p, v)
+        turned = Transpose<perm=[0, 3, 1, 2, 4]>(rows)
+        js = Constant<value_ints=[0, 0, -1]>()
+        y = Reshape(turned, js)""",
+        "",
+        2,
+        {},
+    ),
     "ONNX's": (f"y = Attention<{HEAD_COUNTS}={HEADS}, is_causal=1>(q0, k0, v0)", "", HEADS, {"causal": 1}),
     "ONNX's, groups": (f"y = Attention<{HEAD_COUNTS}=2, is_causal=1>(q0, k0, v0)", "", 2, {"causal": 1}),
     "ONNX's, mask": (f"y = Attention<{HEAD_COUNTS}={HEADS}>(q0, k0, v0, m)", "bool[L, L] m", HEADS, {"mask": True}),

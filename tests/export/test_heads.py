@@ -28,6 +28,15 @@ def _few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_cross_entropy, "FEWEST_LOGITS", 0)
 
 
+class NarrowLinear(nn.Linear):
+    """A layer under autocast, whose results are made wide again for the loss."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = super().forward(input)
+        return narrow.float()
+
+
 class Model(nn.Module):
     """An embedding, a layer, and a head whose results a function changes."""
 
@@ -78,6 +87,18 @@ def assert_one_head(step: TrainingStep) -> onnx.NodeProto:
     return head
 
 
+def of_each_token(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), target)
+
+
+def by_log_probabilities(logits: Tensor, target: Tensor) -> Tensor:
+    return F.nll_loss(logits.log_softmax(-1).flatten(0, 1), target.flatten())
+
+
+def picked(logits: Tensor, target: Tensor) -> Tensor:
+    return -logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1).mean()
+
+
 KINDS: dict[str, tuple[Model, Loss, dict[str, Any]]] = {
     "plain": (Model(), of_tokens(), {}),
     "ignored rows": (Model(), of_tokens(reduction="sum"), {"ignored": True}),
@@ -89,6 +110,10 @@ KINDS: dict[str, tuple[Model, Loss, dict[str, Any]]] = {
     "capped": (Model(after=lambda x: 30 * (x / 30).tanh()), of_tokens(), {}),
     "scaled": (Model(nn.Linear(WIDTH, CLASSES), after=lambda x: x * 0.5), of_tokens(), {}),
     "shifted": (Model(after=lambda x: x[:, :-1]), lambda x, t: of_tokens()(x, t[:, 1:]), {}),
+    "classes in the middle": (Model(), of_each_token, {"ignored": True}),
+    "log-probabilities": (Model(), by_log_probabilities, {"ignored": True}),
+    "picked log-probabilities": (Model(), picked, {}),
+    "under autocast": (Model(NarrowLinear(WIDTH, CLASSES)), of_tokens(), {}),
     "a part of the loss": (Model(), lambda x, t: 0.5 * of_tokens()(x, t) + 1.0, {}),
     "any batch": (Model(), of_tokens(), {"dynamic_shapes": ({0: "b", 1: "t"}, {0: "b", 1: "t"})}),
 }
@@ -158,6 +183,66 @@ def test_losses_with_classes_in_the_middle() -> None:
     native, exact = found
     terms = 10 * float(exact.abs().max())
     assert_gradients_close(session.gradients["weight"], native, exact, torch.float32, terms=terms)
+
+
+PICKED = """
+    label = Constant<value_ints = [-1]>()  index = Unsqueeze(target, label)  logp = LogSoftmax<axis = -1>(logits)
+    chosen = GatherElements<axis = 2>(logp, index)  each = Neg(chosen)
+    loss = ReduceMean<keepdims = 0>(each)
+"""
+
+
+def model_of_loss(body: str, equation: str, *shape: int) -> tuple[onnx.ModelProto, Tensor]:
+    """A model that gives its loss, with a head by Einsum, and its weight."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["": 18]> head (float[2, {FEWEST_ROWS}, 3] x, int64[2, {FEWEST_ROWS}] target)'
+        f'=> (float loss) {{ logits = Einsum<equation = "{equation}">(x, weight) {body} }}'
+    )
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight.numpy(), "weight"))
+    return model, weight
+
+
+@pytest.mark.parametrize(("equation", "shape"), [("abc,cd->abd", (3, CLASSES)), ("...h,vh->...v", (CLASSES, 3))])
+def test_picked_log_probabilities_of_an_einsum(equation: str, shape: tuple[int, int]) -> None:
+    """As JAX writes heads; a class below 0 counts from the end."""
+    model, weight = model_of_loss(PICKED, equation, *shape)
+    x, target = torch.randn(2, FEWEST_ROWS, 3), torch.randint(-CLASSES, CLASSES, (2, FEWEST_ROWS))
+    step = build_training_step(model, None)
+    assert_one_head(step)
+    session = TrainingSession(step)
+    session.step((x.numpy(), target.numpy()))
+    found = []
+    for work in (torch.float32, torch.float64):
+        leaf = weight.to(work, copy=True).requires_grad_()
+        logits = torch.einsum(equation, x.to(work), leaf)
+        loss = -logits.log_softmax(-1).gather(-1, target.remainder(CLASSES).unsqueeze(-1)).mean()
+        found.append(torch.autograd.grad(loss, leaf)[0])
+    native, exact = found
+    assert_gradients_close(
+        session.gradients["weight"], native, exact, torch.float32, terms=10 * float(exact.abs().max())
+    )
+
+
+ALMOST = {
+    "of fewer rows": PICKED.replace("Unsqueeze(target, label)", "Unsqueeze(some, label)").replace(
+        "index =",
+        f"zero = Constant<value_ints = [0]>()  end = Constant<value_ints = [{FEWEST_ROWS - 1}]>()"
+        "  one = Constant<value_ints = [1]>()  some = Slice(target, zero, end, one)  index =",
+    ),
+    "along the rows": PICKED.replace("GatherElements<axis = 2>", "GatherElements<axis = 1>"),
+    "of a softmax along rows": PICKED.replace("LogSoftmax<axis = -1>", "LogSoftmax<axis = 1>"),
+    "read by something else": PICKED.replace(
+        "loss = ReduceMean<keepdims = 0>(each)",
+        "own = ReduceMean<keepdims = 0>(each)  all = ReduceMax<keepdims = 0>(logp)  loss = Add(own, all)",
+    ),
+}
+
+
+@pytest.mark.parametrize("body", ALMOST.values(), ids=ALMOST.keys())
+def test_what_is_almost_a_head_stays(body: str) -> None:
+    model, _ = model_of_loss(body, "abc,cd->abd", 3, CLASSES)
+    assert not nodes(build_training_step(model, None), "LinearCrossEntropy")
 
 
 def small(logits: Tensor) -> Tensor:

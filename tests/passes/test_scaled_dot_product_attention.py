@@ -13,12 +13,13 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 import torch
+from onnx import TensorProto
 from producers import run
 from torch import Tensor
 
 import gradfuse
 from gradfuse import fuse
-from gradfuse.passes.matching import attention
+from gradfuse.passes.matching import Policy, attention
 from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
@@ -65,10 +66,11 @@ def few_scores_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "FEWEST_SCORES", 0)
 
 
-def graph(text: str, batch: str = str(BATCH)) -> onnx.ModelProto:
-    rows, keys = f"float[{batch}, {HEADS}, {ROWS}, {WIDTH}]", f"float[{batch}, {HEADS}, {KEYS}, {WIDTH}]"
+def graph(text: str, batch: str = str(BATCH), dtype: str = "float") -> onnx.ModelProto:
+    rows, keys = f"{dtype}[{batch}, {HEADS}, {ROWS}, {WIDTH}]", f"{dtype}[{batch}, {HEADS}, {KEYS}, {WIDTH}]"
     masks = f"float[1, 1, {ROWS}, {KEYS}] mask, bool[{batch}, 1, 1, {KEYS}] shown"
-    scale = f"scale = Constant <value_float = {1 / math.sqrt(WIDTH)}> ()"
+    to = {"float": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}[dtype]
+    scale = f"root = Constant <value_float = {1 / math.sqrt(WIDTH)}> ()  scale = Cast <to = {to}> (root)"
     return onnx.parser.parse_model(f"""
         <ir_version: 10, opset_import: ["": 18, "com.microsoft": 1]>
         unit ({rows} q, {keys} k, {keys} v, {rows} g, {masks}) => ({rows} o, {rows} dq, {keys} dk, {keys} dv)
@@ -89,13 +91,16 @@ def batch(seed: int = 0) -> dict[str, Array]:
 
 
 def by_torch(
-    arrays: dict[str, Array], masked: Callable[[Tensor, dict[str, Tensor]], Tensor], dtype: torch.dtype
+    arrays: dict[str, Array],
+    masked: Callable[[Tensor, dict[str, Tensor]], Tensor],
+    dtype: torch.dtype,
+    softmax: Callable[[Tensor], Tensor] = lambda scores: scores.softmax(-1),
 ) -> list[Array]:
     given = {name: torch.from_numpy(array) for name, array in arrays.items()}
     given = {name: one.to(dtype) if one.is_floating_point() else one for name, one in given.items()}
     q, k, v = (given[name].requires_grad_() for name in "qkv")
     scores = q @ k.transpose(-1, -2) / math.sqrt(WIDTH)
-    o = masked(scores, given).softmax(-1) @ v
+    o = softmax(masked(scores, given)) @ v
     return [one.detach().numpy() for one in (o, *torch.autograd.grad(o, (q, k, v), given["g"]))]
 
 
@@ -103,23 +108,31 @@ def operators(model: onnx.ModelProto) -> list[str]:
     return sorted(node.op_type for node in model.graph.node if node.domain == "aclnn")
 
 
-def assert_fused(model: onnx.ModelProto, masked: Callable[[Tensor, dict[str, Tensor]], Tensor]) -> onnx.ModelProto:
-    fused: onnx.ModelProto = fuse(model).model
+def terms_of(arrays: dict[str, Array]) -> float:
+    """Of the scores and probabilities, as gradients of queries and keys are differences of them."""
+    largest = {name: float(np.abs(arrays[name]).max()) for name in "qkvg"}
+    return largest["g"] * largest["v"] * max(largest["q"], largest["k"]) * KEYS
+
+
+def assert_fused(
+    model: onnx.ModelProto,
+    masked: Callable[[Tensor, dict[str, Tensor]], Tensor],
+    arrays: dict[str, Array] | None = None,
+    policy: Policy = "profitable",
+    **options_of_torch: Any,
+) -> onnx.ModelProto:
+    fused: onnx.ModelProto = fuse(model, policy=policy).model
     assert set(operators(fused)) == set(BOTH)
     assert "Softmax" not in {node.op_type for node in fused.graph.node}
-    arrays = batch()
-    exact, theirs = (by_torch(arrays, masked, dtype) for dtype in (torch.float64, torch.float32))
+    arrays = batch() if arrays is None else arrays
+    exact, theirs = (by_torch(arrays, masked, dtype, **options_of_torch) for dtype in (torch.float64, torch.float32))
     options = ort.SessionOptions()
     gradfuse.register(options)
     session = ort.InferenceSession(fused.SerializeToString(), options, providers=["CPUExecutionProvider"])
     feeds = {one.name: arrays[one.name] for one in session.get_inputs()}
-    # Of the scores and probabilities, as gradients of queries and keys are differences of them.
-    terms = (
-        float(np.abs(arrays["g"]).max() * np.abs(arrays["v"]).max() * max(np.abs(arrays[n]).max() for n in "qk")) * KEYS
-    )
     for outputs in (list(run(fused, arrays).values()), session.run(None, feeds)):
         for ours, wanted, native in zip(outputs, exact, theirs, strict=True):
-            assert_gradients_close(ours, native, wanted, np.float32, terms=terms)
+            assert_gradients_close(ours, native, wanted, np.float32, terms=terms_of(arrays))
     return fused
 
 
@@ -244,6 +257,27 @@ def test_views_and_nodes_that_nothing_reads() -> None:
     assert_fused(graph(text), itself)
 
 
+def test_scores_by_way_of_what_changes_nothing() -> None:
+    text = changed(
+        PLAIN,
+        (
+            "masked = Identity(scores)",
+            f"""flat = Constant <value_ints = [-1]> ()  row = Reshape(scores, flat)
+            whole = Constant <value_ints = [{BATCH}, {HEADS}, {ROWS}, {KEYS}]> ()  back = Reshape(row, whole)
+            sizes = Shape(back)  spread = Expand(back, sizes)  n = Neg(spread)  plain = Neg(n)
+            half = Constant <value_float = 0.5> ()  twice = Add(plain, plain)  masked = Mul(twice, half)""",
+        ),
+    )
+    assert_fused(graph(text), itself)
+
+
+def test_scores_of_opposite_sign_stay_right() -> None:
+    """The softmax of -q k^T has a scale below 0."""
+    text = changed(PLAIN, ("masked = Identity(scores)", "masked = Neg(scores)"))
+    text = changed(text, ("dscores = Identity(dmasked)", "dscores = Neg(dmasked)"))
+    assert_fused(graph(text), lambda scores, _: -scores)
+
+
 def test_a_symbolic_batch() -> None:
     assert_fused(graph(PLAIN, batch="N"), itself)
 
@@ -307,3 +341,219 @@ def test_probabilities_that_something_else_reads_stay() -> None:
     result = fuse(graph(read), policy="all")
     assert not set(BOTH).intersection(operators(result.model))
     assert any("probabilities are read by something else" in miss.reason for miss in result.report.near_misses)
+
+
+WRITTEN_OUT = {
+    "keepdims": """largest = ReduceMax <keepdims = 1> (masked, axis0)  less = Sub(masked, largest)  e = Exp(less)
+        total = ReduceSum <keepdims = 1> (e, axis0)  p = Div(e, total)""",
+    "views": f"""largest0 = ReduceMax <keepdims = 0> (masked, axis0)  largest = Unsqueeze(largest0, axis0)
+        less = Sub(masked, largest)  e = Exp(less)  total0 = ReduceSum <keepdims = 0> (e, axis0)
+        rows = Constant <value_ints = [{BATCH}, {HEADS}, {ROWS}, 1]> ()  total1 = Reshape(total0, rows)
+        whole = Constant <value_ints = [{BATCH}, {HEADS}, {ROWS}, {KEYS}]> ()  total = Expand(total1, whole)
+        inverse = Reciprocal(total)  p = Mul(inverse, e)""",
+    "logarithm": "logp = LogSoftmax <axis = 3> (masked)  p = Exp(logp)",
+}
+SOFTMAX = "p = Softmax <axis = -1> (masked)"
+
+
+def spelled(softmax: str, text: str = PLAIN) -> str:
+    return changed(text, (SOFTMAX, f"axis0 = Constant <value_ints = [-1]> ()  {softmax}"))
+
+
+@pytest.mark.parametrize("softmax", WRITTEN_OUT.values(), ids=WRITTEN_OUT.keys())
+def test_a_softmax_that_is_written_out(softmax: str) -> None:
+    fused = assert_fused(graph(spelled(softmax)), itself)
+    assert not {"Exp", "Div", "LogSoftmax"}.intersection(node.op_type for node in fused.graph.node)
+
+
+OTHER_SUMS = {
+    "along the rows": "e = Exp(masked)  other = Constant <value_ints = [2]> ()  total = ReduceSum(e, other)",
+    "of other numbers": "e = Exp(masked)  more = Add(masked, masked)  f = Exp(more)  total = ReduceSum(f, axis0)",
+    "of heads": "e = Exp(masked)  other = Constant <value_ints = [1]> ()  total = ReduceSum(e, other)",
+    "of more than a row": "e = Exp(masked)  other = Constant <value_ints = [2, 3]> ()  total = ReduceSum(e, other)",
+}
+
+
+@pytest.mark.parametrize("total", OTHER_SUMS.values(), ids=OTHER_SUMS.keys())
+def test_exponentials_divided_by_another_sum_are_no_softmax(total: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.ROWS", KEYS)
+    assert not set(BOTH).intersection(
+        operators(fuse(graph(spelled(f"{total}  p = Div(e, total)")), policy="all").model)
+    )
+
+
+EINSUMS = (
+    ("products = MatMul(q, kt)", 'products = Einsum <equation = "bhqd,bhkd->bhqk"> (q, k)'),
+    ("o = MatMul(p, v)", 'o = Einsum <equation = "...qk,...kd->...qd"> (p, v)'),
+    ("dv = MatMul(pt, g)", 'dv = Einsum <equation = "bhqk,bhqd->bhkd"> (p, g)'),
+    ("dp = MatMul(g, vt)", 'dp = Einsum <equation = "bhqd,bhkd->bhqk"> (g, v)'),
+    ("dq = MatMul(ds, k)", 'dq = Einsum <equation = "bhqk,bhkd->bhqd"> (ds, k)'),
+    ("dk = MatMul(dst, q)", 'dk = Einsum <equation = "bhqd,bhqk->bhkd"> (q, ds)'),
+)
+
+
+def test_products_as_einsum() -> None:
+    fused = assert_fused(graph(changed(PLAIN, *EINSUMS)), itself)
+    assert "Einsum" not in {node.op_type for node in fused.graph.node}
+
+
+def test_einsums_that_stay_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = graph(changed(PLAIN, *EINSUMS))
+    monkeypatch.setattr(attention, "FEWEST_SCORES", ROWS * KEYS + 1)
+    for fused in (fuse(model, skip=["ScaledMaskedSoftmaxBackward"]).model, fuse(model, policy="all").model):
+        onnx.checker.check_model(fused, full_check=True)
+        given, left = (
+            [(one.name, one.attribute, one.input, one.output) for one in each.graph.node if one.op_type == "Einsum"]
+            for each in (model, fused)
+        )
+        assert given == left
+        views = [sum(one.op_type in ("MatMul", "Transpose") for one in each.graph.node) for each in (model, fused)]
+        assert views[1] <= views[0]
+
+
+def test_keys_last_in_the_product_of_transposes() -> None:
+    """(p v)^T as v^T p^T, which jnp.einsum makes of probabilities and values."""
+    turned = (
+        "o = MatMul(p, v)",
+        "tp = Transpose <perm = [0, 1, 3, 2]> (p)  tv = Transpose <perm = [0, 1, 3, 2]> (v)  ot = MatMul(tv, tp)"
+        "  o = Transpose <perm = [0, 1, 3, 2]> (ot)",
+    )
+    assert_fused(graph(changed(PLAIN, turned)), itself)
+
+
+def low(scores: Tensor, given: dict[str, Tensor]) -> Tensor:
+    return scores.masked_fill(~given["shown"], -1e9)
+
+
+@pytest.mark.parametrize("rows", ["some", "all"])
+def test_a_finite_number_in_the_place_of_scores(rows: str) -> None:
+    """Rows that see nothing see all alike, and their queries have no gradient."""
+    model = graph(changed(FILLED, ("value_float = -inf", "value_float = -1e9")))
+    arrays = batch()
+    if rows == "some":
+        arrays["shown"][1] = False
+    assert_fused(model, low, arrays)
+
+
+def test_a_finite_number_beside_a_triangle() -> None:
+    both = changed(
+        FILLED,
+        ("value_float = -inf", "value_float = -1e9"),
+        (
+            "masked = Where(shown, scores, least)",
+            f"""first = Constant <value_int = 0> ()  one = Constant <value_int = 1> ()
+            end = Constant <value_int = {KEYS}> ()  rows = Constant <value_int = {ROWS}> ()
+            axes = Constant <value_ints = [1]> ()  column = Range(first, end, one)  places = Range(first, rows, one)
+            row = Unsqueeze(places, axes)  earlier = LessOrEqual(column, row)  both = And(earlier, shown)
+            masked = Where(both, scores, least)""",
+        ),
+        ("Where(shown, dmasked, zero)", "Where(both, dmasked, zero)"),
+    )
+    arrays = batch()
+    arrays["shown"][1, ..., :3] = False
+
+    def masked(scores: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return scores.masked_fill(~(given["shown"] & torch.ones(ROWS, KEYS, dtype=torch.bool).tril()), -1e9)
+
+    assert_fused(graph(both), masked, arrays, policy="all")
+
+
+def test_the_least_number_of_a_narrow_type() -> None:
+    """It masks in float16, and beside scores of float32 it may be one of them."""
+    text = changed(FILLED, ("value_float = -inf", "value_float = -65504.0"))
+    wide = fuse(graph(text), policy="all")
+    assert not set(BOTH).intersection(operators(wide.model))
+    assert any("-65504 takes the place of its scores" in miss.reason for miss in wide.report.near_misses)
+    narrow = changed(
+        text,
+        (
+            "least = Constant <value_float = -65504.0> ()",
+            "l = Constant <value_float = -65504.0> ()  least = CastLike(l, q)",
+        ),
+        ("zero = Constant <value_float = 0.0> ()", "z = Constant <value_float = 0.0> ()  zero = CastLike(z, q)"),
+    )
+    model = graph(narrow, dtype="float16")
+    assert set(operators(fuse(model).model)) == set(BOTH)
+
+
+def test_probabilities_of_rows_that_see_nothing_as_zeros() -> None:
+    """As torch.onnx exports scaled_dot_product_attention."""
+    text = changed(
+        FILLED,
+        (SOFTMAX, "whole = Softmax <axis = -1> (masked)  nan = IsNaN(whole)  p = Where(nan, zero, whole)"),
+        ("weighted = Mul(dp, p)", "dp1 = Where(nan, zero, dp)  weighted = Mul(dp1, p)"),
+        ("centred = Sub(dp, sum)", "centred = Sub(dp1, sum)"),
+    )
+    arrays = batch()
+    arrays["shown"][1] = False
+    assert_fused(graph(text), filled, arrays, softmax=lambda scores: scores.softmax(-1).nan_to_num(0.0))
+
+
+SEVERAL = changed(
+    PLAIN,
+    ("dv = MatMul(pt, g)", "gs = Transpose <perm = [4, 0, 1, 2, 3]> (g)  dvs = MatMul(pt, gs)"),
+    ("dp = MatMul(g, vt)", "dp = MatMul(gs, vt)"),
+    ("dq = MatMul(ds, k)", "dqs = MatMul(ds, k)"),
+    ("dst = Transpose <perm = [0, 1, 3, 2]> (ds)", "dst = Transpose <perm = [0, 1, 2, 4, 3]> (ds)"),
+    (
+        "dk = MatMul(dst, q)",
+        "dks = MatMul(dst, q)" + "".join(f"  d{one} = Transpose <perm = [1, 2, 3, 4, 0]> (d{one}s)" for one in "qkv"),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        (SEVERAL, itself),
+        (
+            changed(
+                SEVERAL,
+                (
+                    "masked = Identity(scores)",
+                    "least = Constant <value_float = -inf> ()  zero = Constant <value_float = 0.0> ()"
+                    "  masked = Where(shown, scores, least)",
+                ),
+                ("dscores = Identity(dmasked)", "dscores = Where(shown, dmasked, zero)"),
+            ),
+            filled,
+        ),
+    ],
+    ids=["plain", "filled"],
+)
+def test_several_gradients_as_onnx_ad_has_them(
+    text: str, masked: Callable[[Tensor, dict[str, Tensor]], Tensor]
+) -> None:
+    model = graph(text)
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name in ("g", "dq", "dk", "dv"):
+            value.type.tensor_type.shape.dim.add().dim_param = "nadj"
+    fused = fuse(model).model
+    assert set(operators(fused)) == set(BOTH)
+    arrays, others = batch(), batch(1)
+    found = run(fused, {**arrays, "g": np.stack([arrays["g"], others["g"]], -1)})
+    for place, g in enumerate((arrays["g"], others["g"])):
+        exact, native = (by_torch({**arrays, "g": g}, masked, dtype) for dtype in (torch.float64, torch.float32))
+        for name, wanted, theirs in zip(("dq", "dk", "dv"), exact[1:], native[1:], strict=True):
+            assert_gradients_close(found[name][..., place], theirs, wanted, np.float32, terms=terms_of(arrays))
+
+
+def test_keys_that_heads_share() -> None:
+    """A product repeats the keys of one head."""
+    text = changed(
+        PLAIN,
+        (
+            "dk = MatMul(dst, q)",
+            "dks = MatMul(dst, q)  head = Constant <value_ints = [1]> ()  dk = ReduceSum(dks, head)",
+        ),
+        (
+            "dv = MatMul(pt, g)",
+            "dvs = MatMul(pt, g)  heads = Constant <value_ints = [1]> ()  dv = ReduceSum(dvs, heads)",
+        ),
+    )
+    model = graph(text)
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name in ("k", "v", "dk", "dv"):
+            value.type.tensor_type.shape.dim[1].dim_value = 1
+    arrays = batch()
+    assert_fused(model, itself, {**arrays, "k": arrays["k"][:, :1], "v": arrays["v"][:, :1]})

@@ -61,6 +61,9 @@ ATTENTION = """
         MASKED
         p = Softmax<axis = -1>(masked)  y = MatMul(p, v)
     }"""
+_FILLED = """
+        zero = Constant<value_float = 0.0>()  least = Constant<value_float = -1e9>()
+        shown = Greater(mask, zero)  masked = Where(shown, scores, least)"""
 _LSTM_STEP = """
     row{t} = Gather<axis = 0>(x, at{t})  own{t} = MatMul(row{t}, w)  old{t} = MatMul(h{t}, r)
     gates{t} = Add(own{t}, old{t})
@@ -110,6 +113,7 @@ FORWARD = {
     "ScaledDotProductAttentionBackward": (
         ATTENTION.replace("MASKED", "masked = Identity(scores)").replace("MASK", ""),
         ATTENTION.replace("MASKED", "masked = Add(scores, mask)").replace("MASK", ", float[5,6] mask"),
+        ATTENTION.replace("MASKED", _FILLED).replace("MASK", ", float[5,6] mask"),
     ),
     "LstmRecurrenceBackward": (
         f"""f (float[{_STEPS},2,4] x, float[4,12] w, float[3,12] r, float[2,3] h0, float[2,3] c0) => (float[2,3] y) {{

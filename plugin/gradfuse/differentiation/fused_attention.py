@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,9 @@ from gradfuse.differentiation.expansion import nodes_read
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.passes.matching import Mismatch, attention
 from gradfuse.passes.matching.attention import Dims, Written, dims_of, pays
+from gradfuse.passes.matching.contractions import Contractions
 from gradfuse.passes.matching.cost import ASSUMED_DIM
+from gradfuse.passes.matching.written_softmax import may_be_softmax
 from gradfuse.passes.reading import Forms
 from gradfuse.passes.reading.nodes import attribute
 from gradfuse.passes.report import NearMiss
@@ -41,11 +44,15 @@ def fuse_attention(
         wrt: what gradients will be taken by: the operator has none for masks.
         sizes: what named dimensions are taken to be.
     """
-    if not any(map(attention.is_softmax, graph)):
+    if not any(map(may_be_softmax, graph)):
         return []
+    numbers = itertools.count()
+    products = Contractions(graph, lambda stem: f"{prefix}{stem.lower()}_{next(numbers)}")
     with _unknown(wrt):
         forms = Forms(graph, names_operands=False)
-        return _fused(graph, forms, prefix, opset, wrt, sizes)
+        left = _fused(graph, forms, prefix, opset, wrt, sizes)
+    products.restore()
+    return left
 
 
 @contextlib.contextmanager
@@ -348,7 +355,7 @@ class _Placing:
         dims = dims_of(value)
         if dims is None:
             raise Mismatch(f"the shape of its {what} is unknown")
-        tensor, (batch, heads) = self._tape.of(value), self._by_four()
+        tensor, (batch, heads), alone = self._tape.of(value), self._by_four(), False
         before, ends = dims[:-2], dims[-2:]
         if len(self._lead) == 2 and len(before) == 2:
             if what == "queries" and before != self._lead:
@@ -356,7 +363,7 @@ class _Placing:
         elif len(self._lead) == 2 and isinstance(heads, int) and self._is_merged(dims):
             shape = self._tape.concat([self._tape.ints(-1, heads), tensor.op("Shape", start=1)])
             tensor = tensor.op("Reshape", shape)
-        elif before != self._lead or None in before:
+        elif not (alone := what != "queries" and self._is_alone(before)) and (before != self._lead or None in before):
             raise Mismatch(f"its {what} are shared by the batch, or of another rank")
         elif len(before) < 2:
             tensor = tensor.unsqueeze(*((1,) if before else (0, 1)))
@@ -364,10 +371,14 @@ class _Placing:
             rest = tensor.op("Shape", start=len(before) - 1)
             tensor = tensor.op("Reshape", self._tape.concat([self._tape.ints(-1), rest]))
         if len(before) != 2 or len(self._lead) != 2:
-            tensor.value.shape = ir.Shape([batch, heads, *ends])
+            tensor.value.shape = ir.Shape([batch, 1 if alone else heads, *ends])
         elif not self._fits(dims):
             raise Mismatch(f"its {what} are of {list(before)} heads; expected {list(self._lead)}")
         return tensor
+
+    def _is_alone(self, lead: Dims) -> bool:
+        """Whether keys of some leading dimensions are those of one head, where there are groups of heads."""
+        return len(self._lead) > 2 and lead == (*self._lead[:-1], 1) and None not in lead
 
     def _is_merged(self, dims: Dims) -> bool:
         """Whether dimensions are (B H, *, *), as those of scores are somewhere."""

@@ -34,6 +34,9 @@ _OF_INPUTS = {0: 1, 1: 2, 3: 3}
 """The output that is the gradient of an input, by the input's index."""
 _GRAD_LOSS = 5
 _ROUNDING = 1e-6
+_NEARBY = 16  # values that a target is computed of
+_PRODUCTS = ("MatMul", "Einsum")
+_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 _VIEWS = ("Reshape", "Slice", "Identity", "Flatten", "Squeeze", "Unsqueeze")
 
 
@@ -62,8 +65,9 @@ def fuse_heads(
 ) -> bool:
     """Put `aclnn::LinearCrossEntropy` in the place of losses of linear layers with many classes; return if it did.
 
-    Found are `SoftmaxCrossEntropyLoss`, and its decomposition by PyTorch, behind `MatMul` or `Gemm`, with views, a
-    factor and a cap on the logits in between.
+    Found are `SoftmaxCrossEntropyLoss`, `NegativeLogLikelihoodLoss` of a `LogSoftmax`, its decomposition by PyTorch,
+    and log-probabilities that `GatherElements` picks. They are behind `MatMul`, `Gemm` or `Einsum`, with views, wider
+    types, a factor and a cap on the logits in between.
 
     Args:
         graph: the graph, with types and shapes.
@@ -76,7 +80,7 @@ def fuse_heads(
     learning: set[ir.Value] | None = None
     found = False
     for number, node in enumerate(list(graph)):
-        if node.domain or node.op_type not in ("LogSoftmax", "SoftmaxCrossEntropyLoss"):
+        if node.domain or node.op_type not in ("LogSoftmax", *_LOSSES):
             continue
         head = _Reader(kept).head(node)
         if head is None or not head.pays(sizes):
@@ -148,9 +152,24 @@ def _read_size_of_target(node: ir.Node, head: ir.Node) -> None:
     target = head.inputs[2]
     if node.op_type not in ("Shape", "Size") or node.domain or node.inputs[0] is None or target is None:
         return
-    dims = _dims(target)
-    if dims is not None and None not in dims and _dims(node.inputs[0]) == dims:
+    dims = _dims(node.inputs[0])
+    if node.inputs[0] is head.outputs[_LOSS] and attribute(head, "reduction", "mean") == "none":
         node.replace_input_with(0, target)
+    elif dims is not None and None not in dims:
+        # The target may be a view of what was given.
+        same = next((value for value in _made_of(target) if _dims(value) == dims), None)
+        if same is not None:
+            node.replace_input_with(0, same)
+
+
+def _made_of(value: ir.Value) -> Iterator[ir.Value]:
+    """Yield a target, and those nearby that it is computed of."""
+    values = [value]
+    for one in values:
+        yield one
+        node = one.producer()
+        if node is not None and len(values) < _NEARBY:
+            values += [source for source in node.inputs if source is not None]
 
 
 def _behind(value: ir.Value, position: dict[ir.Node, int], first: int) -> set[ir.Node]:
@@ -177,6 +196,9 @@ class _Loss:
         weight: C weights of classes, in any shape, or None.
         reduction, ignore_index, label_smoothing: as of the operator.
         reduced: what is done to the losses of rows: nodes with one input that changes.
+        views: what regroups rows behind the log-softmax, the last first.
+        picked: whether `value` is the log-probabilities of the classes, the opposite of losses, and counts classes
+            below 0 from the end.
     """
 
     value: ir.Value
@@ -187,6 +209,8 @@ class _Loss:
     ignore_index: int
     label_smoothing: float = 0.0
     reduced: Sequence[ir.Node] = ()
+    views: Sequence[ir.Node] = ()
+    picked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +238,7 @@ class _Head:
     features: int
 
     def pays(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the operator is worth it; a weight that must be turned for it has to be small beside the logits.
+        """Whether the operator is worth it; a weight that must be copied for it has to be small beside the logits.
 
         Args:
             sizes: what named dimensions are taken to be.
@@ -226,26 +250,31 @@ class _Head:
             return False
         if self.classes * (_ASSUMED_ROWS if rows is None else rows) < FEWEST_LOGITS:
             return False
-        return not self.turned or (rows is not None and rows >= _ROWS_BY_FEATURE * self.features)
+        copied = self.turned or self.weight.dtype != self.loss.logits.dtype
+        return not copied or (_ASSUMED_ROWS if rows is None else rows) >= _ROWS_BY_FEATURE * self.features
 
     def written(self, tape: Tape) -> Tensor:
         """Write the operator, and what reduces its losses; return the result."""
-        loss, x = self.loss, tape.of(self.x)
+        loss, dtype = self.loss, self.loss.logits.dtype
+        assert dtype is not None
+        x = tape.of(self.x).cast(dtype)
         for view in self.views:
             if view.op_type == "Slice":
                 x = x.op("Slice", *(None if one is None else tape.of(one) for one in view.inputs[1:]))
         dims = _dims(x.value)
         x = x if dims is not None and len(dims) == 2 else x.reshape([-1, self.features])
-        weight, target = tape.of(self.weight), tape.of(loss.target).cast(ir.DataType.INT64)
+        weight, target = tape.of(self.weight).cast(dtype), tape.of(loss.target).cast(ir.DataType.INT64)
         if self.turned:
             weight = weight.transpose([1, 0])
-        bias = None if self.bias is None else tape.of(self.bias)
+        bias = None if self.bias is None else tape.of(self.bias).cast(dtype)
         if self.factor != 1.0:
             x = x * self.factor
             # The operator adds the bias behind the factor.
             bias = None if bias is None else bias * self.factor
         shape = _dims(loss.target)
         flat = target if shape is not None and len(shape) == 1 else target.reshape([-1])
+        if loss.picked:
+            flat = (flat < 0).where(flat + self.classes, flat)
         of_classes = None
         if loss.weight is not None:
             wide = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
@@ -263,6 +292,8 @@ class _Head:
         result.value.shape = ir.Shape([rows] if loss.reduction == "none" else [])
         if loss.reduction == "none" and flat is not target:
             result = result.reshape(target.shape())
+        if loss.picked:
+            result = -result
         for node in loss.reduced:
             others = [None if one is None else tape.of(one) for one in node.inputs[1:]]
             result = result.op(node.op_type, *others, **{k: a.value for k, a in node.attributes.items()})
@@ -277,7 +308,10 @@ class _Reader:
         self._kept = kept
 
     def head(self, node: ir.Node) -> _Head | None:
-        loss = self._of_operator(node) if node.op_type == "SoftmaxCrossEntropyLoss" else self._decomposed(node)
+        if node.op_type in _LOSSES:
+            loss = self._of_operator(node)
+        else:
+            loss = self._decomposed(node) or self._gathered(node)
         return None if loss is None else self._linear(loss)
 
     def _only(self, value: ir.Value, *op_types: str) -> ir.Node | None:
@@ -297,28 +331,88 @@ class _Reader:
         if logits is None or target is None or dims is None:
             return None
         if len(dims) > 2:
-            turned = logits.producer()
-            perm = [0, len(dims) - 1, *range(1, len(dims) - 1)]
-            if turned is None or turned.op_type != "Transpose" or list(attribute(turned, "perm", [])) != perm:
+            turned = self._classes_last(logits)
+            if turned is None or self._only(logits, node.op_type) is None:
                 return None
-            if self._only(logits, node.op_type) is None:
-                return None
-            assert turned.inputs[0] is not None
-            logits = turned.inputs[0]
+            logits = turned
         elif len(dims) != 2:
             return None
         if self._only(logits, "Transpose" if len(dims) > 2 else node.op_type) is None:
             return None
         ignored = attribute(node, "ignore_index", NOTHING_IGNORED)
-        return _Loss(node.outputs[0], logits, target, weight, attribute(node, "reduction", "mean"), ignored)
+        loss = _Loss(node.outputs[0], logits, target, weight, attribute(node, "reduction", "mean"), ignored)
+        return loss if node.op_type == _LOSSES[0] else self._ahead_of_log_softmax(loss)
+
+    def _ahead_of_log_softmax(self, loss: _Loss) -> _Loss | None:
+        """Return a loss whose logits are log-probabilities as one of what these are of."""
+        views: list[ir.Node] = []
+        value, classes = loss.logits, (_dims(loss.logits) or (None,))[-1]
+        while (node := value.producer()) is not None and not node.domain and isinstance(classes, int):
+            if value is not loss.logits and (len(list(value.uses())) != 1 or value in self._kept):
+                return None
+            source = node.inputs[0] if node.inputs else None
+            rank = 0 if source is None or source.shape is None else len(source.shape)
+            if source is None or source in self._kept or len(list(source.uses())) != 1:
+                return None
+            if node.op_type == "LogSoftmax" and rank and attribute(node, "axis", -1) % rank == rank - 1:
+                return dataclasses.replace(loss, logits=source, views=views)
+            if node.op_type not in _VIEWS or not self._keeps_rows(node, classes):
+                return None
+            views.append(node)
+            value = source
+        return None
+
+    def _gathered(self, node: ir.Node) -> _Loss | None:
+        """Read log-probabilities along the last dimension of which one a row is picked, and nothing else is read."""
+        logits, log_prob = node.inputs[0], node.outputs[0]
+        dims = _dims(log_prob)
+        if logits is None or not dims or attribute(node, "axis", -1) % len(dims) != len(dims) - 1:
+            return None
+        gather = self._only(log_prob, "GatherElements")
+        if gather is None or self._only(logits, "LogSoftmax") is None:
+            return None
+        index = gather.inputs[1]
+        if index is None or attribute(gather, "axis", 0) % len(dims) != len(dims) - 1:
+            return None
+        # Of fewer rows than there are log-probabilities, the first ones of each dimension would be meant.
+        if _dims(index) != (*dims[:-1], 1) or None in dims:
+            return None
+        return _Loss(gather.outputs[0], logits, index, None, "none", NOTHING_IGNORED, picked=True)
+
+    @staticmethod
+    def _classes_last(value: ir.Value) -> ir.Value | None:
+        """Return the (N, *, C) of which a (N, C, *) is the transpose."""
+        node, rank = value.producer(), len(_dims(value) or ())
+        perm = [0, rank - 1, *range(1, rank - 1)]
+        if node is None or node.domain or node.op_type != "Transpose" or list(attribute(node, "perm", [])) != perm:
+            return None
+        return node.inputs[0]
 
     def _decomposed(self, node: ir.Node) -> _Loss | None:
         """Read what PyTorch makes of a cross entropy: the losses of rows, and maybe their smoothing."""
         logits, log_prob = node.inputs[0], node.outputs[0]
         dims = _dims(log_prob)
-        if logits is None or dims is None or len(dims) != 2 or attribute(node, "axis", -1) not in (1, -1):
+        if logits is None or not dims or self._only(logits, "LogSoftmax") is None:
             return None
-        if self._only(logits, "LogSoftmax") is None:
+        views: list[ir.Node] = []
+        axis, classes = attribute(node, "axis", -1) % len(dims), dims[-1]
+        if len(dims) > 2 and axis == len(dims) - 1 and isinstance(classes, int):
+            view = self._only(log_prob, "Reshape")
+            if view is None or log_prob in self._kept or not self._keeps_rows(view, classes):
+                return None
+            views, log_prob = [view], view.outputs[0]
+            dims, axis = _dims(log_prob) or (), len(_dims(log_prob) or ()) - 1
+        is_image = len(dims) > 2
+        if is_image:
+            turned = self._classes_last(logits)
+            if turned is None or self._only(turned, "Transpose") is None:
+                return None
+            logits = turned
+            view = self._only(log_prob, "Reshape")
+            # The loss of images is taken of (N, C, L) as well.
+            if view is not None and _dims(view.outputs[0]) == (*dims[:2], 1, *dims[2:]) and len(dims) == 3:
+                log_prob = view.outputs[0]
+        if axis != 1 or len(dims) < 2:
             return None
         if log_prob in self._kept:
             return None
@@ -333,10 +427,10 @@ class _Reader:
             return None
         gather, weight = readers["GatherElements"]
         picked = self._picked(gather)
-        if picked is None:
+        if picked is None or (is_image and len(readers) > 1):
             return None
         losses, target, is_ignored, ignored = picked
-        loss = _Loss(losses, logits, target, weight, "none", ignored)
+        loss = _Loss(losses, logits, target, weight, "none", ignored, views=views)
         if len(readers) == 1:
             return loss
         total, of_all = readers["ReduceSum"]
@@ -373,7 +467,7 @@ class _Reader:
         if masked.op_type != "Where" or masked.inputs[0] is not counted or uses[0].idx != 1:
             return None
         dims = _dims(target)
-        if _number(masked.inputs[2]) != 0 or dims is None or len(dims) != 1 or equal is None:
+        if _number(masked.inputs[2]) != 0 or not dims or equal is None or _dims(masked.outputs[0]) != dims:
             return None
         return masked.outputs[0], target, equal, int(ignored)
 
@@ -426,7 +520,7 @@ class _Reader:
         classes = None if dims is None else dims[-1]
         if not isinstance(classes, int) or loss.logits.dtype not in FLOATS:
             return None
-        views: list[ir.Node] = []
+        views = list(loss.views)
         factor, softcap, value = 1.0, 0.0, loss.logits
         while (node := value.producer()) is not None and not node.domain:
             if value is not loss.logits and (len(list(value.uses())) != 1 or value in self._kept):
@@ -442,6 +536,8 @@ class _Reader:
             source = node.inputs[0] if node.inputs else None
             if node.op_type in _VIEWS and source is not None and self._keeps_rows(node, classes):
                 views.append(node)
+                value = source
+            elif node.op_type == "Cast" and source is not None and _is_as_wide(node.outputs[0], source):
                 value = source
             elif (scaled := _scaled(node)) is not None:
                 number, source = scaled
@@ -479,7 +575,7 @@ class _Reader:
         turned = True
         if node.op_type == "Add":
             products = [one.producer() if one is not None else None for one in node.inputs]
-            index = next((k for k, one in enumerate(products) if one is not None and one.op_type == "MatMul"), None)
+            index = next((k for k, one in enumerate(products) if one is not None and one.op_type in _PRODUCTS), None)
             if index is None or not _is_row(node.inputs[1 - index], classes, rank=1):
                 return None
             bias, inner = node.inputs[1 - index], products[index]
@@ -494,6 +590,11 @@ class _Reader:
             if bias is not None and (attribute(node, "beta", 1.0) != 1.0 or not _is_row(bias, classes, rank=1)):
                 return None
             turned = not attribute(node, "transB", 0)
+        elif node.op_type == "Einsum":
+            order = _order_of_einsum(node)
+            if order is None:
+                return None
+            turned = order
         elif node.op_type != "MatMul":
             return None
         x, weight = node.inputs[:2]
@@ -547,6 +648,27 @@ def _scaled(node: ir.Node) -> tuple[float, ir.Value] | None:
     if first is None or not number or not math.isfinite(number):
         return None
     return (1 / number if node.op_type == "Div" else number), first
+
+
+def _is_as_wide(value: ir.Value, source: ir.Value) -> bool:
+    """Whether a value has all numbers of the floats that it is converted from."""
+    own, before = value.dtype, source.dtype
+    if own not in FLOATS or before not in FLOATS or own is None or before is None:
+        return False
+    return own == before or own.itemsize > before.itemsize
+
+
+def _order_of_einsum(node: ir.Node) -> bool | None:
+    """Return whether an `Einsum` is a product with a matrix (H, C), False for (C, H); None of another one."""
+    given, _, result = attribute(node, "equation", "").replace(" ", "").partition("->")
+    rows, _, matrix = given.partition(",")
+    labels = rows.removeprefix("...")
+    if len(node.inputs) != 2 or len(matrix) != 2 or not f"{labels}{matrix}".isalpha() or not labels:
+        return None
+    for turned, (summed, kept) in ((True, matrix), (False, matrix[::-1])):
+        if labels[-1] == summed and result == rows[:-1] + kept and len({*labels, kept}) == len(labels) + 1:
+            return turned
+    return None
 
 
 def _is_row(value: ir.Value | None, size: Any, rank: int = 2) -> bool:
