@@ -27,8 +27,10 @@ Dims = tuple[int | str | None, ...]
 FEWEST_SCORES = 256 * 256
 """The scores of a head from which on the operator is faster than products and a softmax, and saves memory."""
 
-_NOTHING_BESIDE = -1e8
-"""What is added to scores that are to have no share: beside any other score the exponential of one so low is 0."""
+NOTHING_BESIDE = -1e8
+"""A score this low has no share beside a score of any usual size: its exponential is 0."""
+NOTHING_BESIDE_ANY = -1e30
+"""No score of finite queries and keys is lower, short of overflow."""
 _REGROUPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 _LEAST = float(np.finfo(np.float32).min)
 _ROUNDING = 1e-6
@@ -452,13 +454,18 @@ def _note(shapes: list[Dims], value: ir.Value) -> None:
 # Masks
 
 
-def masks(forms: Forms, found: Written) -> Masks:
+def masks(forms: Forms, found: Written, lowest: float = NOTHING_BESIDE) -> Masks:
     """Return what each row of an attention sees.
+
+    Args:
+        forms: the forms of the graph.
+        found: the attention.
+        lowest: a finite number hides a key only if it is no higher.
 
     Raises:
         Mismatch: the operator has no mask that does the same.
     """
-    reader = _MaskReader(forms)
+    reader = _MaskReader(forms, lowest)
     for term in found.terms:
         reader.read(term)
     return reader.result()
@@ -467,6 +474,7 @@ def masks(forms: Forms, found: Written) -> Masks:
 @dataclass
 class _MaskReader:
     forms: Forms
+    lowest: float
     causal: set[int] = field(default_factory=set)
     causal_is_hard: bool = True
     shown: list[tuple[ir.Value, Dims, bool]] = field(default_factory=list)
@@ -510,8 +518,8 @@ class _MaskReader:
 
     def _show(self, condition: ir.Value, dims: Dims, shows: bool, fill: float) -> None:
         """Note that a number takes the place of scores where a condition holds, or where it does not."""
-        if fill > _NOTHING_BESIDE:
-            raise Mismatch(f"{fill:.6g} takes the place of its scores; expected a number below {_NOTHING_BESIDE:.0e}")
+        if fill > self.lowest:
+            raise Mismatch(f"{fill:.6g} takes the place of its scores; expected at most {self.lowest:.0e}")
         is_hard = math.isinf(fill)
         for one, holds in _conjuncts(condition, shows):
             form = self.forms.get(one)
@@ -542,7 +550,7 @@ class _MaskReader:
         if factor > 0:
             for low in (-math.inf, None):
                 kind = self._triangle(
-                    value, partial(self._shown_by, value, low, factor), partial(_where_zero, low, factor)
+                    value, partial(self._shown_by, value, low, factor), partial(_where_zero, low, self.lowest / factor)
                 )
                 if kind and low is None:
                     self.low.append((kind, (value, term.dims, factor)))
@@ -568,7 +576,7 @@ class _MaskReader:
         algebra = self.forms.algebra
         if low is None:
             numbers = set(added.terms.values())
-            if len(numbers) != 1 or not (number := numbers.pop()) * factor <= _NOTHING_BESIDE:
+            if len(numbers) != 1 or not (number := numbers.pop()) * factor <= self.lowest:
                 return None
             return UNIT - added.scaled(1 / number)
         assert value.dtype is not None
@@ -693,12 +701,12 @@ def _held(holds: bool, table: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
     return table == holds if table.dtype == np.bool_ else None
 
 
-def _where_zero(low: float | None, factor: float, table: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-    """Return where a table has 0, if it is else -inf, or where that is None, very low."""
+def _where_zero(low: float | None, lowest: float, table: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+    """Return where a table has 0, if it is else -inf, or, if `low` is None, at most `lowest`."""
     if not is_real(table):
         return None
     numbers = table if table.dtype == np.float64 else table.astype(np.float32)
-    is_low = numbers == -math.inf if low is not None else numbers * factor <= _NOTHING_BESIDE
+    is_low = numbers == -math.inf if low is not None else numbers <= lowest
     return numbers == 0 if ((numbers == 0) | is_low).all() else None
 
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops.operator import computed_type
 from gradfuse.passes.algebra import UNIT, Poly
-from gradfuse.passes.matching.attention import Written, masks
+from gradfuse.passes.matching.attention import NOTHING_BESIDE_ANY, Written, masks
 from gradfuse.passes.matching.builder import Builder
 from gradfuse.passes.matching.rewrite import Mismatch
 from gradfuse.passes.matching.site import Site
@@ -89,7 +89,7 @@ class Operands:
         if found.draw is not None:
             raise Mismatch("its probabilities are dropped")
         given = [source(value, site.first) for value in (found.query, found.turned_key, found.value)]
-        seen = masks(site.forms, found)
+        seen = masks(site.forms, found, NOTHING_BESIDE_ANY)
         self._spreads_nan = seen.may_see_nothing and not found.safe
         self._adds = bool(seen.added)
         if self._spreads_nan and seen.shown and seen.added:

@@ -422,23 +422,31 @@ def test_keys_last_in_the_product_of_transposes() -> None:
 
 
 def low(scores: Tensor, given: dict[str, Tensor]) -> Tensor:
-    return scores.masked_fill(~given["shown"], -1e9)
+    return scores.masked_fill(~given["shown"], -1e38)
 
 
 @pytest.mark.parametrize("rows", ["some", "all"])
 def test_a_finite_number_in_the_place_of_scores(rows: str) -> None:
     """Rows that see nothing see all alike, and their queries have no gradient."""
-    model = graph(changed(FILLED, ("value_float = -inf", "value_float = -1e9")))
+    model = graph(changed(FILLED, ("value_float = -inf", "value_float = -1e38")))
     arrays = batch()
     if rows == "some":
         arrays["shown"][1] = False
     assert_fused(model, low, arrays)
 
 
+def test_a_number_that_scores_may_fall_below_takes_their_place() -> None:
+    """A row whose scores are all below -1e9 attends to what -1e9 masks."""
+    report = fuse(graph(changed(FILLED, ("value_float = -inf", "value_float = -1e9"))), policy="all").report
+    assert any(
+        "-1e+09 takes the place of its scores; expected at most -1e+30" in one.reason for one in report.near_misses
+    )
+
+
 def test_a_finite_number_beside_a_triangle() -> None:
     both = changed(
         FILLED,
-        ("value_float = -inf", "value_float = -1e9"),
+        ("value_float = -inf", "value_float = -1e38"),
         (
             "masked = Where(shown, scores, least)",
             f"""first = Constant <value_int = 0> ()  one = Constant <value_int = 1> ()
@@ -453,7 +461,7 @@ def test_a_finite_number_beside_a_triangle() -> None:
     arrays["shown"][1, ..., :3] = False
 
     def masked(scores: Tensor, given: dict[str, Tensor]) -> Tensor:
-        return scores.masked_fill(~(given["shown"] & torch.ones(ROWS, KEYS, dtype=torch.bool).tril()), -1e9)
+        return scores.masked_fill(~(given["shown"] & torch.ones(ROWS, KEYS, dtype=torch.bool).tril()), -1e38)
 
     assert_fused(graph(both), masked, arrays, policy="all")
 

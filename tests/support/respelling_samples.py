@@ -62,7 +62,7 @@ ATTENTION = """
         p = Softmax<axis = -1>(masked)  y = MatMul(p, v)
     }"""
 _FILLED = """
-        zero = Constant<value_float = 0.0>()  least = Constant<value_float = -1e9>()
+        zero = Constant<value_float = 0.0>()  least = Constant<value_float = -1e38>()
         shown = Greater(mask, zero)  masked = Where(shown, scores, least)"""
 _LSTM_STEP = """
     row{t} = Gather<axis = 0>(x, at{t})  own{t} = MatMul(row{t}, w)  old{t} = MatMul(h{t}, r)
