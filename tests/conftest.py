@@ -22,20 +22,22 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("gradfuse")
 
 
-CASES = 300
-"""How many random modules, and how many random models, the suite has."""
+CASES, LONG_CASES = 100, 300
+"""How many random modules, and how many random models, the suite has, and it and the long tests together."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--random-cases", type=int, default=CASES, help="of modules and of models in tests/properties")
+    parser.addoption("--random-cases", type=int, help="of modules and of models in tests/properties, none of them long")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Divide the seeds of random cases."""
     for name in {"module_seeds", "model_seeds"}.intersection(metafunc.fixturenames):
-        count = metafunc.config.getoption("--random-cases")
+        chosen = metafunc.config.getoption("--random-cases")
+        quick, count = (CASES, LONG_CASES) if chosen is None else (chosen, chosen)
         parts = [range(first, min(first + 10, count)) for first in range(0, count, 10)]
-        metafunc.parametrize(name, parts, ids=[f"{part.start}-{part.stop - 1}" for part in parts])
+        cases = [pytest.param(part, marks=pytest.mark.long if part.start >= quick else ()) for part in parts]
+        metafunc.parametrize(name, cases, ids=[f"{part.start}-{part.stop - 1}" for part in parts])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -36,6 +36,7 @@ def samples_of(op: str, dtype: torch.dtype) -> list[Sample]:
 
 
 @each_type
+@pytest.mark.sampled(every=2)
 def test_results_are_those_of_pytorch_and_the_same_bits_for_any_number_of_threads(op: str, dtype: torch.dtype) -> None:
     for sample in samples_of(op, dtype):
         outputs = outputs_of(op, sample)
@@ -46,6 +47,7 @@ def test_results_are_those_of_pytorch_and_the_same_bits_for_any_number_of_thread
 
 
 @each_type
+@pytest.mark.sampled(every=3)
 def test_bits_do_not_depend_on_where_the_inputs_lie(op: str, dtype: torch.dtype) -> None:
     """Vector loops that began at an aligned address would add up in another order."""
     for sample in SAMPLES[op].all_rows(1001, dtype):

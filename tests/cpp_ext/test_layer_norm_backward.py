@@ -60,6 +60,7 @@ LARGE = [(520, 192), (4099, 33), (3, 9001), (1, 70000), (40, 2049), (20000, 3), 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64))
 @pytest.mark.parametrize("centred", (False, True))
 @pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.sampled(every=4)
 def test_large_and_the_same_bits_for_any_number_of_threads(
     shape: tuple[int, ...], centred: bool, dtype: torch.dtype
 ) -> None:

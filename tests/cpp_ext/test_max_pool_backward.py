@@ -64,6 +64,7 @@ def test_agrees_with_pytorch(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("attributes", [{"kernel_size": (2,), "stride": (2,)}, {"kernel_size": (3,), "padding": (1,)}])
+@pytest.mark.sampled(every=3)
 def test_many_planes_in_threads(dtype: torch.dtype, attributes: dict[str, tuple[int, ...]]) -> None:
     check(arguments(30, 7, (33, 34), attributes, dtype), dtype)
 

@@ -59,6 +59,7 @@ def test_eight_dimensions() -> None:
         ((50000, 3), (3,), (50000, 1)),
     ],
 )
+@pytest.mark.sampled(every=3)
 def test_large_and_the_same_bits_for_any_number_of_threads(dtype: torch.dtype, shapes: tuple[Any, ...]) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]

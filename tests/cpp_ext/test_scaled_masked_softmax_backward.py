@@ -60,6 +60,7 @@ def test_agrees_with_pytorch(
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(2, 3, 40, 512), (1, 2, 3, 40000), (1, 1, 30000, 5)])
 @pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.sampled(every=3)
 def test_large_and_the_same_bits_for_any_number_of_threads(
     dtype: torch.dtype, shape: tuple[int, ...], masked: bool
 ) -> None:

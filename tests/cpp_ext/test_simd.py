@@ -222,6 +222,7 @@ def _stores_of(op: str) -> tuple[str, ...]:
     ids=["many", "others"],
 )
 @pytest.mark.usefixtures("target", "stores")
+@pytest.mark.sampled(every=3)
 def test_operators_at_all_lengths_and_alignments(op: str, lengths: Sequence[int]) -> None:
     for dtype in SAMPLES[op].dtypes:
         for length in lengths:

@@ -25,6 +25,7 @@ def _cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op, dtype, opset", _cases(), ids=lambda value: str(value).removeprefix("torch."))
+@pytest.mark.sampled(every=3)
 def test_agrees_with_pytorch(backend: str, op: str, dtype: torch.dtype, opset: int) -> None:
     for sample in SAMPLES[op].all_typical(dtype):
         native = SAMPLES[op].expected(sample, dtype)

@@ -68,6 +68,7 @@ def check(backend: str, found: Sample, *, opset: int = 17, zero_infinity: int = 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("opset", opsets()[1:])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sampled(every=3)
 def test_agrees_with_pytorch(backend: str, opset: int, dtype: torch.dtype) -> None:
     padded = sample(20, 7, [20, 18, 11], [5, 0, 4], width=6).cast(dtype)
     check(backend, padded, opset=opset)

@@ -392,6 +392,7 @@ def test_what_draws_numbers_without_a_seed_is_not_checked() -> None:
 @pytest.mark.parametrize("kind, gates", [("LSTM", 4), ("GRU", 3)])
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
 @pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.sampled(every=3)
 def test_the_last_state_of_no_steps_is_the_first(kind: str, gates: int, direction: str, steps: int) -> None:
     count = 2 if direction == "bidirectional" else 1
     rng = np.random.default_rng(0)

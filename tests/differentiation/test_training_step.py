@@ -87,6 +87,7 @@ def gradients(step: TrainingStep, x: Tensor, target: Tensor) -> tuple[float, dic
 
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.sampled(every=2)
 def test_loss_and_gradients_are_those_of_torch(name: str, fuse: bool) -> None:
     loss, by_torch, target = LOSSES[name]
     module = network()

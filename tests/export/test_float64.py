@@ -59,6 +59,7 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.sampled(every=3)
 def test_a_step_of_float64_is_as_precise_as_pytorch(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module = Between(function).double()

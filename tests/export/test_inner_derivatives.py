@@ -258,6 +258,7 @@ class Atoms(nn.Module):
         return energy.sum((1, 2)), -gradient
 
 
+@pytest.mark.long
 def test_a_force_field_gives_forces_in_evaluation_mode() -> None:
     torch.manual_seed(0)
     module = Atoms()
@@ -331,6 +332,7 @@ class Attention(nn.Module):
         return y.mean((1, 2)).unsqueeze(1), (y * gradient).mean()
 
 
+@pytest.mark.long
 def test_a_kernel_of_attention_that_the_step_asks_for() -> None:
     torch.manual_seed(0)
     assert_trains_as_pytorch(Attention(), penalised, inputs_and_targets(5, 4))

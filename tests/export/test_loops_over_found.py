@@ -142,7 +142,7 @@ def _exported(module: nn.Module, items: int = 3, fuse: bool = True) -> TrainingS
 
 @pytest.mark.parametrize("items", [SOME, pytest.param(ALL, marks=pytest.mark.long)], ids=["some found", "all found"])
 @pytest.mark.parametrize("kind", mostly_long((Added, Dropping, Stacked, Rebound, Ended, Views), (Added, Views)))
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 def test_rounds_are_those_of_pytorch(kind: type[Experts], items: int) -> None:
     torch.manual_seed(0)
     module = kind()

@@ -63,6 +63,7 @@ def run(case: Case, *, kernel: bool) -> list[npt.NDArray[np.float64]]:
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.sampled(every=2)
 def test_kernels_and_function_bodies_give_what_numpy_gives(op: str) -> None:
     ran = 0
     for case in cases(large=False, only=op):

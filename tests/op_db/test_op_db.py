@@ -32,6 +32,7 @@ def sample() -> samples.Sample:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.sampled(every=2)
 def test_operators_are_right(name: str) -> None:
     (one,) = samples.samples_of(samples.operators()[name])
     assert run.outcome(one) == (run.RIGHT, "")

@@ -20,6 +20,7 @@ BFLOAT16_EPS = 2.0**-7
 
 @pytest.mark.usefixtures("inference_in_process")
 @pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.sampled(every=2)
 def test_graph_is_fused_as_expected_and_stays_right(case: Case) -> None:
     model = ir.load(case.path)
     result = fuse(model, policy="all", bodies=False)
@@ -56,6 +57,7 @@ def test_graph_is_fused_as_expected_and_stays_right(case: Case) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
+@pytest.mark.sampled(every=4)
 def test_graphs_without_the_shapes_of_their_values_are_fused_alike(part: int) -> None:
     """A fourth of the corpus at a time: ONNX leaves it to exporters whether they write them."""
     for case in cases()[part::4]:

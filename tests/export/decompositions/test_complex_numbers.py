@@ -65,6 +65,7 @@ def through_a_filter(h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [rotated, arranged, multiplied, padded_and_squared, through_a_filter])
+@pytest.mark.sampled(every=2)
 def test_complex_numbers_export(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module = Between(function)

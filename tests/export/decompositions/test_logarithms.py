@@ -107,6 +107,7 @@ def test_gates_stay_what_they_are() -> None:
     ids="bce_with_logits soft_margin softplus logsigmoid log1p logaddexp expm1 bce mse log".split(),
 )
 @pytest.mark.parametrize("labels", ("of both signs", "all negative"))
+@pytest.mark.sampled(every=3)
 def test_confident_batches_export(loss: Callable[[Tensor, Tensor], Tensor], labels: str) -> None:
     torch.manual_seed(0)
     y = torch.sign(torch.randn(16, 1)) if labels == "of both signs" else -torch.ones(16, 1)
