@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ CASES, LONG_CASES = 100, 300
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-cases", type=int, help="of modules and of models in tests/properties, none of them long")
+    parser.addoption("--part", metavar="K/N", help="run one of N parts of the tests that are chosen, by K modulo N")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -41,8 +43,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Make most of the parameters of sampled tests long tests, ahead of the choice by markers."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Make most of the parameters of sampled tests long tests, ahead of the choice by markers; keep a part of all."""
     counts: Counter[tuple[Path, str]] = Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")
@@ -52,6 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if counts[test] % sampled.kwargs["every"]:
             item.add_marker(pytest.mark.long)
         counts[test] += 1
+    if (part := config.getoption("--part")) is not None:
+        number, of = map(int, part.split("/"))
+        left = [item for item in items if zlib.crc32(item.nodeid.encode()) % of != number % of]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % of == number % of]
 
 
 def pytest_collection_finish() -> None:
