@@ -518,10 +518,7 @@ def test_a_step_that_fails_leaves_all_as_it_was(
     assert session.step(X, Y) == other.step(X, Y)
     before = everything(session)
     for label in (99, -1, 2**62):
-        # Whichever of the loss and its gradient onnxruntime computes first; that of the loss takes -1.
-        either = "" if label == -1 else "|Out of range value in index tensor"
-        told = rf"TrainingSession\.step: .*(target\[0\] is {label}; expected a class in{either})"
-        with pytest.raises(ModelError, match=told):
+        with pytest.raises(ModelError, match=rf"TrainingSession\.step: .*target\[0\] is {label}; expected a class in"):
             session.step(X, torch.full_like(Y, label))
         assert_unchanged(session, before)
     assert session.step(X, Y) == other.step(X, Y)

@@ -128,8 +128,8 @@ def append(
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     loss = next(value for value in graph.outputs if value.name == LOSS)
+    result = _of_several_values(graph, loss, prefix, normalised)
     nodes = Nodes(prefix)
-    result = nodes.of(loss)
     for number, check in enumerate(check for check in checks if not _is_checked(graph, check)):
         given = {value: inputs[name] for name, value in check.inputs.items()}
         for position, output in enumerate(output for node in check.nodes for output in node.outputs):
@@ -151,12 +151,6 @@ def append(
         names, limit = " and ".join(sorted(check.inputs)), check.index.size
         wanted = f", expected 0 to {limit - 1}" if isinstance(limit, int) else ""
         result = _unless(graph, nodes, result, count, f"{names} out of range{wanted}")
-    for sizes in sorted(normalised, key=str):
-        known_sizes = [size for size in (_size(graph, nodes, one) for one in sizes) if size is not None]
-        count = functools.reduce(mul, map(nodes.of, known_sizes))
-        one = _constant(graph, nodes, 1, (), ir.DataType.INT64)
-        is_one = nodes.op("Equal", [count.value, one], ir.DataType.BOOL, ()).cast(ir.DataType.INT64)
-        result = _unless(graph, nodes, result, is_one, "batch normalisation of one value per channel, expected more")
     if result.value is loss:
         return
     graph.extend(nodes.tape.nodes)
@@ -164,6 +158,27 @@ def append(
     loss.name = f"{prefix}/{LOSS}"
     result.value.name = LOSS
     graph.outputs[place] = result.value
+
+
+def _of_several_values(
+    graph: ir.Graph, loss: ir.Value, prefix: str, normalised: Iterable[tuple[SizeOf, ...]]
+) -> GraphTensor:
+    """Return the loss, by nodes that fail where a batch normalisation is of one value per channel."""
+    nodes = Nodes(f"{prefix}/normalised")
+    result = nodes.of(loss)
+    for sizes in sorted(normalised, key=str):
+        known = [_size(graph, nodes, one) for one in sizes]
+        if None in known:
+            continue
+        count = functools.reduce(mul, (nodes.of(size) for size in known if size is not None))
+        one = _constant(graph, nodes, 1, (), ir.DataType.INT64)
+        is_one = nodes.op("Equal", [count.value, one], ir.DataType.BOOL, ()).cast(ir.DataType.INT64)
+        result = _unless(graph, nodes, result, is_one, "batch normalisation of one value per channel, expected more")
+    producer = loss.producer()
+    if producer is not None:
+        # Not at the end: onnxruntime chooses by their places what it runs first, and a gradient tells more of a label.
+        graph.insert_after(producer, nodes.tape.nodes)
+    return result
 
 
 def _unless(graph: ir.Graph, nodes: Nodes, result: GraphTensor, count: GraphTensor, text: str) -> GraphTensor:
