@@ -332,7 +332,7 @@ def _exported(
             for truth in truths:
                 truth.compare(unfused, which)
         parts.begin("fusing")
-        (model, report), which = onnx_model.fused(exported), "fused"
+        (model, report), which = onnx_model.fused(exported, step.batch), "fused"
         report.near_misses[:0] = translated.meta.get(LEFT, ())
     else:
         model, report = onnx_model.plain(exported), None
