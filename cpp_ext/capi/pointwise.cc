@@ -5,14 +5,11 @@
 
 using Args = gradfuse::PointwiseArgs;
 
-aclnnStatus aclnnPointwiseGetWorkspaceSize(const aclTensor* x0, const aclTensor* x1Optional,
-                                           const aclTensor* x2Optional, const aclTensor* x3Optional,
-                                           const aclTensor* x4Optional, const aclTensor* x5Optional,
-                                           const aclTensor* x6Optional, const aclTensor* x7Optional,
-                                           const aclTensor* seedOptional, const aclTensor* drawnOptional,
-                                           char* expressionOptional, int64_t dropoutThreshold, int64_t draw,
-                                           aclTensor* y0, aclTensor* y1, aclTensor* y2, uint64_t* workspaceSize,
-                                           aclOpExecutor** executor) {
+aclnnStatus aclnnPointwiseGetWorkspaceSize(
+    const aclTensor* x0, const aclTensor* x1Optional, const aclTensor* x2Optional, const aclTensor* x3Optional,
+    const aclTensor* x4Optional, const aclTensor* x5Optional, const aclTensor* x6Optional, const aclTensor* x7Optional,
+    const aclTensor* seedOptional, const aclTensor* drawnOptional, char* expressionOptional, int64_t dropoutThreshold,
+    int64_t draw, aclTensor* y0, aclTensor* y1, aclTensor* y2, uint64_t* workspaceSize, aclOpExecutor** executor) {
   return gradfuse::capi::Prepare<Args>(
       __func__,
       {x0, x1Optional, x2Optional, x3Optional, x4Optional, x5Optional, x6Optional, x7Optional, seedOptional,
