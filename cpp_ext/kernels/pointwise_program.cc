@@ -150,6 +150,7 @@ float NumberOf(const std::string& text) {
 struct Term {
   Token::Kind kind;  // a name, a number or an operator
   std::string text;  // of that
+  float number;      // 0 if it is none
   std::string whole;
   std::vector<Term> arguments;
 };
@@ -187,7 +188,8 @@ class Parser {
     const char* const begin = token_.text;
     const Token::Kind kind = token_.kind;
     if (kind != Token::Kind::kName && kind != Token::Kind::kNumber && kind != Token::Kind::kOperator) Unexpected(kTerm);
-    Term term{kind, Take(), {}, {}};
+    Term term{kind, Take(), 0, {}, {}};
+    if (kind == Token::Kind::kNumber) term.number = NumberOf(term.text);
     if (kind == Token::Kind::kOperator) {
       // Terms that are deeper have more operators than there may be.
       if (++depth_ > PointwiseProgram::kMostInstructions) FailAsTooLong();
@@ -244,8 +246,7 @@ class Compiler {
  public:
   Compiler() : program_(std::make_shared<PointwiseProgram>()) {}
 
-  std::shared_ptr<const PointwiseProgram> Compile(const std::string& text,
-                                                  const std::vector<Assignment>& assignments) {
+  std::shared_ptr<const PointwiseProgram> Compile(const std::string& text, const std::vector<Assignment>& assignments) {
     for (const Assignment& assignment : assignments) Assign(assignment);
     if (!program_->assigns[0]) Fail(Quote(text), "an assignment to y0");
     for (const Assignment& assignment : assignments) {
@@ -283,7 +284,7 @@ class Compiler {
   }
 
   Value ValueOf(const Term& term) {
-    if (term.kind == Token::Kind::kNumber) return {ConstantOf(NumberOf(term.text)), Type::kNumber, true};
+    if (term.kind == Token::Kind::kNumber) return {ConstantOf(term.number), Type::kNumber, true};
     if (term.kind == Token::Kind::kName) {
       const int input = NumberOfName(term.text, 'x', PointwiseArgs::kInputs);
       if (input >= 0) {
@@ -374,7 +375,7 @@ class Compiler {
   std::shared_ptr<PointwiseProgram> program_;
   std::map<std::string, Value> names_;
   std::vector<float> constants_;
-  int operators_ = 0;            // those begun
+  int operators_ = 0;  // those begun
 };
 
 class Programs {

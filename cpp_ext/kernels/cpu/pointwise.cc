@@ -261,9 +261,8 @@ void Evaluate(const Plan<T>& plan, int64_t begin, int64_t end) {
     int64_t row = 0;
     for (int index = 0; index < kInputs; ++index) {
       if (!program.reads[index]) continue;
-      inputs[index] = plan.single[index].empty()
-                          ? Read(plan.inputs[index], begin, count, input_rows + row++ * pitch)
-                          : Values{plan.single[index].data(), 0};
+      inputs[index] = plan.single[index].empty() ? Read(plan.inputs[index], begin, count, input_rows + row++ * pitch)
+                                                 : Values{plan.single[index].data(), 0};
     }
     for (int32_t index = 0; index < program.instruction_count; ++index) {
       const PointwiseInstruction& instruction = program.instructions[index];

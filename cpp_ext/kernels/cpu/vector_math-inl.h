@@ -251,19 +251,21 @@ GRADFUSE_INLINE hn::Vec<D> LogUpTo3(D d, hn::Vec<D> x) {
   return hn::MulAdd(k, hn::Set(d, C::kLn2High), f - hn::MulSub(square, half, tail));
 }
 
-// log of any float, at most 1 unit in the last place from the true value: -infinity of 0, and NaN of negative numbers.
+// log of any float, less than 1 unit in the last place from the true value: -infinity of 0, and NaN of negative
+// numbers.
 template <class D>
 GRADFUSE_INLINE hn::Vec<D> Log(D d, hn::Vec<D> x) {
   using C = ExpConstants<float>;
   const hn::RebindToSigned<D> i;
+  const hn::RebindToUnsigned<D> u;
   const auto zero = hn::Zero(d);
   const auto one = hn::Set(d, 1.0f);
   const auto is_subnormal = x < hn::Set(d, std::numeric_limits<float>::min());
-  const auto bits = hn::BitCast(i, x * hn::IfThenElse(is_subnormal, hn::Set(d, 33554432.0f), one));  // 2^25
+  const auto bits = hn::BitCast(u, x * hn::IfThenElse(is_subnormal, hn::Set(d, 33554432.0f), one));  // 2^25
   // Of x = 2^k (1 + f) with 1 + f from sqrt(1/2) on.
-  const auto whole = hn::ShiftRight<C::kMantissaBits>(bits - hn::Set(i, 0x3f3504f3));
+  const auto whole = hn::ShiftRight<C::kMantissaBits>(hn::BitCast(i, bits - hn::Set(u, 0x3f3504f3u)));
   const auto k = hn::ConvertTo(d, whole) - hn::IfThenElseZero(is_subnormal, hn::Set(d, 25.0f));
-  const auto f = hn::BitCast(d, bits - hn::ShiftLeft<C::kMantissaBits>(whole)) - one;
+  const auto f = hn::BitCast(d, bits - hn::ShiftLeft<C::kMantissaBits>(hn::BitCast(u, whole))) - one;
   const auto square = f * f;
   const auto tail = hn::MulAdd(k, hn::Set(d, C::kLn2Low), LogTail(d, f, square, 0.0f));
   const auto log = hn::MulAdd(k, hn::Set(d, C::kLn2High), f - hn::MulSub(square, hn::Set(d, 0.5f), tail));

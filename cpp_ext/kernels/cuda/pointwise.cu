@@ -1,8 +1,7 @@
-#include "gradfuse/ops/pointwise.h"
-
 #include <memory>
 
 #include "gradfuse/loops.h"
+#include "gradfuse/ops/pointwise.h"
 #include "kernels/cuda/device.cuh"
 #include "kernels/dropout.h"
 #include "kernels/pointwise_program.h"
@@ -160,8 +159,7 @@ int64_t WorkspaceBytes(const PointwiseArgs&) { return 0; }
 Status Run(const PointwiseArgs& args, const Queue& queue) {
   std::shared_ptr<const PointwiseProgram> program;
   GRADFUSE_RETURN_IF_ERROR(FindProgram(args.expression, program));
-  return WithShortFloatType(args.x0.dtype,
-                            [&](auto type) { return RunTyped<decltype(type)>(args, *program, queue); });
+  return WithShortFloatType(args.x0.dtype, [&](auto type) { return RunTyped<decltype(type)>(args, *program, queue); });
 }
 
 }  // namespace gradfuse::cuda

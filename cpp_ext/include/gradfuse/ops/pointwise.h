@@ -16,10 +16,10 @@ struct PointwiseArgs {
   static constexpr int kInputs = 8;
   static constexpr int kOutputs = 3;
 
-  Tensor x0;                              // of the shape of the outputs
-  std::optional<Tensor> x[kInputs - 1];   // x1 to x7, which broadcast to it
-  std::optional<Tensor> seed;             // one element
-  std::optional<Tensor> drawn;            // one element
+  Tensor x0;                             // of the shape of the outputs
+  std::optional<Tensor> x[kInputs - 1];  // x1 to x7, which broadcast to it
+  std::optional<Tensor> seed;            // one element
+  std::optional<Tensor> drawn;           // one element
   std::string expression = "y0 = x0";
   int64_t dropout_threshold = 0;
   int64_t draw = 0;
