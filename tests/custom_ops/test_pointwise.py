@@ -210,7 +210,7 @@ def test_the_body_gives_no_more_than_x0_has(
     backend: str, shape: tuple[int, ...], other: tuple[int, ...], expression: str
 ) -> None:
     """Sizes that are known at run time only."""
-    with pytest.raises(Exception, match="(?i)reshape"):
+    with pytest.raises(Exception, match=r"(?i)reshape"):
         run_body(Sample([torch.ones(shape), torch.ones(other)], {"expression": expression}), backend)
 
 
