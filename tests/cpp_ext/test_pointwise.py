@@ -265,7 +265,7 @@ ADD, DROP = {"expression": "y0 = Add(x0, x1)"}, {"expression": "y0 = Where(Kept(
     "inputs, attributes, message",
     [
         ([X, torch.zeros(4, 5)], ADD, "x1 is of shape (4, 5); expected one that broadcasts to (2, 3), the shape of x0"),
-        ([X, torch.zeros(1, 2, 3)], ADD, "x1 is of shape (1, 2, 3); expected one that broadcasts to (2, 3), the shape of x0"),
+        ([X, X[None]], ADD, "x1 is of shape (1, 2, 3); expected one that broadcasts to (2, 3), the shape of x0"),
         ([X[:1], X], ADD, "x1 is of shape (2, 3); expected one that broadcasts to (1, 3), the shape of x0"),
         ([X], ADD, "x1 is absent; expected a tensor, as expression reads it"),
         ([X, X, X], ADD, "x2 is given; expected absent, as expression does not read it"),
