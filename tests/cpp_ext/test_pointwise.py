@@ -140,7 +140,7 @@ def test_lengths_around_blocks(length: int) -> None:
 @on_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_same_bits_for_any_number_of_threads(dtype: torch.dtype) -> None:
-    cases = [
+    cases: list[tuple[str, list[tuple[int, ...]]]] = [
         (samples.SWIGLU_BACKWARD, [(300_007,)] * 3),
         (samples.UNARY, [(1003, 301)]),
         (samples.DROPOUT, [(70_001, 3), (3,), (70_001, 1)]),
@@ -167,7 +167,7 @@ def test_the_bits_of_an_element_do_not_depend_on_its_place() -> None:
 def test_16_bits_are_computed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
     for expression in (samples.GELU, samples.SWIGLU_BACKWARD, samples.BINARY, samples.EVERY):
         count = 8 if expression == samples.EVERY else 3 if "x2" in expression else 2 if "x1" in expression else 1
-        sample = samples.arguments(expression, dtype, *[(5, 70)] * count)
+        sample = samples.arguments(expression, dtype, *((5, 70) for _ in range(count)))
         wide = [one.float() if one is not None and one.dtype == dtype else one for one in sample.inputs]
         for one, other in zip(kernel(sample), kernel(sample.with_inputs(wide)), strict=True):
             assert_same_bits(one, other.to(dtype))
@@ -192,13 +192,13 @@ def test_an_output_may_lie_on_x0() -> None:
 @pytest.mark.parametrize("shape", [(3, 50), (), (2, 1, 700), (4, 3)])
 def test_the_dropout_is_that_of_exported_steps(shape: tuple[int, ...]) -> None:
     x, threshold = torch.ones(shape), round(0.3 * 2**31)
-    expression = {"expression": "k = Kept(); y0 = Where(k, x0, 0.0); y1 = Where(Not(Kept()), 1.0, 2.0)"}
+    expression = "k = Kept(); y0 = Where(k, x0, 0.0); y1 = Where(Not(Kept()), 1.0, 2.0)"
     for seed, number, drawn in ((11, 4, None), (-7, 6, torch.tensor([2])), (2**40, 4, torch.tensor(0))):
         inputs = [x, *[None] * 7, torch.tensor(seed), drawn]
-        kept, dropped, _ = run(OP, *inputs, **expression, dropout_threshold=threshold, draw=4)
+        kept, dropped, _ = run(OP, *inputs, expression=expression, dropout_threshold=threshold, draw=4)
         mask = dropout.mask(seed, number, x, 0.3)
         assert torch.equal(kept != 0, mask) and torch.equal(dropped == 2, mask)
-        assert torch.equal(run(OP, *inputs, **expression, draw=4)[0], x)
+        assert torch.equal(run(OP, *inputs, expression=expression, draw=4)[0], x)
 
 
 def test_as_many_operators_and_values_as_there_may_be() -> None:
