@@ -50,7 +50,7 @@ def test_an_expression_is_read_and_written() -> None:
 
 
 @given(rng=randoms)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_what_is_written_is_read_as_the_same(rng: random.Random) -> None:
     program = parse(samples.random_expression(rng, samples.ANY))
     again = parse(program.text())
@@ -172,7 +172,7 @@ def test_refusals(inputs: tuple[Any, ...], attributes: dict[str, Any], message: 
 
 
 @given(rng=randoms, shape=st.lists(st.integers(1, 4), max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_values_are_those_of_exact_numbers_but_for_roundings(rng: random.Random, shape: list[int]) -> None:
     sample = samples.random_arguments(rng, samples.random_expression(rng, samples.ANY), shape)
     samples.assert_within(run_body(sample), sample)
@@ -180,7 +180,7 @@ def test_values_are_those_of_exact_numbers_but_for_roundings(rng: random.Random,
 
 @pytest.mark.parametrize("operators", [samples.QUOTIENTS, samples.ORDERS], ids=["quotients", "orders"])
 @given(rng=randoms, shape=st.lists(st.integers(1, 4), max_size=3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_arithmetic_rounds_as_each_operator_by_itself(
     operators: tuple[str, ...], rng: random.Random, shape: list[int]
 ) -> None:
