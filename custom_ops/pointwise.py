@@ -182,7 +182,7 @@ OPERATOR = Operator(
         "float32: each operator rounds once, as its own node does, and results are rounded to T at the end."
     ),
     summary="(a chain of elementwise operators, forward or backward)",
-    counterpart="",
+    counterpart="a kernel that `torch.compile` makes",
     inputs=(
         Input("x0", "T", "Tensor of the shape of the results, rank 0 to 8."),
         *(

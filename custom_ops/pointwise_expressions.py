@@ -357,16 +357,15 @@ class _Parser:
 def _float32(text: str) -> float:
     """The number of float32 that is nearest to a decimal one; refuses those that are beyond the largest."""
     wide = float(text)
+    if wide != 0 and math.isfinite(wide):
+        # Rounding twice could go the wrong way from the middle of two numbers: the first time, go to an odd one.
+        exact, rounded = Decimal(text), Decimal(wide)
+        if exact != rounded and not int(np.float64(wide).view(np.int64)) % 2:
+            wide = math.nextafter(wide, math.inf if exact > rounded else -math.inf)
     with np.errstate(over="ignore"):
         near = float(np.float32(wide))
     if not math.isfinite(near):
         raise ExpressionError(_quoted(text), "a number of float32")
-    # Rounding to float64 first errs where it makes of a number the middle of two of float32: the even one is taken.
-    if wide not in (near, 0.0):
-        exact, rounded = Decimal(text), Decimal(wide)
-        other = float(np.nextafter(np.float32(near), np.float32(math.copysign(math.inf, wide - near))))
-        if wide - near == other - wide and exact != rounded and (exact > rounded) == (other > wide):
-            return other
     return near
 
 
@@ -376,7 +375,7 @@ def _too_many() -> ExpressionError:
 
 def _quoted(piece: object) -> str:
     text = str(piece)
-    return f"'{text}'" if len(text) <= _LONGEST else f"'{text[: _LONGEST - 3]}...'"
+    return f"'{text[:_LONGEST]}...'" if len(text) > _LONGEST else f"'{text}'"
 
 
-_LONGEST = 80
+_LONGEST = 64
