@@ -36,6 +36,7 @@ _LISTS = {"Sum": "Add", "Max": "Max", "Min": "Min"}
 """Operators with any number of operands, and those of two that make them up."""
 _MOST_DIMENSIONS = 8  # that kernels know
 _READERS = 24  # of a result that are looked at
+_MASK = 8  # tensors of float32 that move while a mask is computed node by node, and more
 _AROUND = 64  # nodes between the operands of a chain and its results that are looked at
 
 
@@ -92,7 +93,11 @@ class FusePointwisePass(ContextPass):
             rewrite = _rewrite(builder, chains, chain)
             dead = superfluous(site, rewrite)
             before, after = (cost_of(site, nodes, self.sizes) for nodes in (dead, rewrite.nodes))
-            if len(chain.nodes) < 2 or before.bytes - after.bytes < (LEAST_SAVED if self.policy == "profitable" else 1):
+            saved = before.bytes - after.bytes
+            if chain.draw is not None and saved > 0:
+                # Where all that reads a mask draws it, nothing computes it.
+                saved += _MASK * cost_of(site, rewrite.nodes[:1], self.sizes).bytes // len(chain.operands)
+            if len(chain.nodes) < 2 or saved < (LEAST_SAVED if self.policy == "profitable" else 1):
                 raise Mismatch("it would not pay")
             anchor = anchor_of(site, rewrite, dead)
         except (Mismatch, ExpressionError):
@@ -244,20 +249,34 @@ class _Chains:
         return value.is_graph_output() or any(use.node not in inside and use.node not in unread for use in value.uses())
 
     def _conditions(self, node: ir.Node) -> tuple[ir.Node, ...] | None:
-        """The nodes that compute the truth values which a node reads, but for masks; None if others do."""
+        """The nodes that compute the truth values which a node reads, but for masks of dropouts; None if others do.
+
+        With those that make numbers of such masks, which would be larger than what they are drawn by.
+        """
         found: dict[ir.Node, None] = {}
         todo = [node]
         while todo:
             for value in todo.pop().inputs:
-                if value is None or value.dtype != ir.DataType.BOOL or self._draw(value) is not None:
+                made = None if value is None else value.producer()
+                if value is None or self._draw(value) is not None:
                     continue
-                made = value.producer()
-                if made is None or made.graph is not self.site.graph or not _is_condition(made):
+                if value.dtype != ir.DataType.BOOL:
+                    if (
+                        made is not None
+                        and made.op_type == "Cast"
+                        and not made.domain
+                        and self._is_mask(made.inputs[0])
+                    ):
+                        found[made] = None
+                elif made is None or made.graph is not self.site.graph or not _is_condition(made):
                     return None
-                if made not in found:
+                elif made not in found:
                     found[made] = None
                     todo.append(made)
         return tuple(found)
+
+    def _is_mask(self, value: ir.Value | None) -> bool:
+        return value is not None and self._draw(value) is not None
 
     def _draw(self, value: ir.Value) -> Draw | None:
         """The dropout that a value is the mask of."""
