@@ -56,25 +56,17 @@ class FuseLayerNormBackwardPass(FusePass):
         """
         missed = len(self.near_misses)
         dead = super()._replaced(context, site, root)
-        if dead or root not in normalizing.with_reduction(site):
+        if dead or root not in site.position or root not in normalizing.with_reduction(site):
             return dead
         found = len(self.near_misses)
-        for way in regrouped(site, root):
-            if self._may_be_gradient(site, way.pair):
-                dead = super()._replaced(context, site, way.pair)
+        for way in regrouped(site, root, partial(_may_be_gradient, site)):
+            dead = super()._replaced(context, site, way.pair)
             if dead:
                 del self.near_misses[missed:]
                 return dead
             way.undo()
             del self.near_misses[found:]
         return ()
-
-    def _may_be_gradient(self, site: Site, total: ir.Value) -> bool:
-        """Whether one of two terms sums over the last axes close by, and the other is a product."""
-        node = total.producer()
-        assert node is not None
-        near = [_is_near_sum(site, value) for value in node.inputs if value is not None]
-        return near[0] != near[1]
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
@@ -90,6 +82,11 @@ class FuseLayerNormBackwardPass(FusePass):
         possible = (parts for one in found for parts in _parts(site, one))
         tried = [partial(_bound, site, builder, parts) for parts in itertools.islice(possible, _CANDIDATES)]
         return self.first_bound(builder, tried)
+
+
+def _may_be_gradient(site: Site, first: ir.Value, second: ir.Value) -> bool:
+    """Whether one of two terms of a sum may come through the sums of a normalization, and the other not."""
+    return _is_near_sum(site, first) != _is_near_sum(site, second)
 
 
 def _is_near_sum(site: Site, value: ir.Value) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 
@@ -46,10 +46,15 @@ class Regrouped:
             self._root.replace_input_with(k, value)
 
 
-def regrouped(site: Site, root: ir.Value) -> Iterator[Regrouped]:
+def regrouped(site: Site, root: ir.Value, is_pair: Callable[[ir.Value, ir.Value], bool]) -> Iterator[Regrouped]:
     """Yield a sum in each way to add two of its terms ahead; after each, `undo` must be called, or the search end.
 
     A sum is a node with three operands or more, or one of two that reads a sum which nothing else reads.
+
+    Args:
+        site: the graph.
+        root: the sum.
+        is_pair: which two terms to try.
     """
     node = root.producer()
     if node is None or node.domain or node.op_type not in ("Add", "Sum") or None in node.inputs:
@@ -64,8 +69,10 @@ def regrouped(site: Site, root: ir.Value) -> Iterator[Regrouped]:
                 continue
             given = [value for value in inner.inputs if value is not None]
             for other, first in itertools.permutations(given, 2) if len(given) == 2 else ():
-                yield Regrouped(site, node, [other], (first, terms[1 - k]))
+                if is_pair(first, terms[1 - k]):
+                    yield Regrouped(site, node, [other], (first, terms[1 - k]))
     elif len(terms) <= _MOST_TERMS:
         for pair in itertools.combinations(range(len(terms)), 2):
             first, second = (terms[k] for k in pair)
-            yield Regrouped(site, node, [v for k, v in enumerate(terms) if k not in pair], (first, second))
+            if is_pair(first, second):
+                yield Regrouped(site, node, [v for k, v in enumerate(terms) if k not in pair], (first, second))
