@@ -1,10 +1,11 @@
 #include "kernels/pointwise_program.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
+#include <exception>
+#include <iterator>
 #include <locale>
 #include <map>
 #include <mutex>
@@ -13,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "gradfuse/float16.h"
 #include "gradfuse/signature.h"
 
 namespace gradfuse {
@@ -60,12 +62,17 @@ constexpr OperatorInfo kOperators[] = {
 };
 
 // Why an expression is none. It does not leave this file.
-struct Refusal {
-  std::string got;
-  std::string wanted;
+class Refusal : public std::exception {
+ public:
+  Refusal(const std::string& got, const std::string& wanted) : status_(Refuse("expression", got, wanted)) {}
+
+  const Status& status() const { return status_; }
+
+ private:
+  Status status_;
 };
 
-[[noreturn]] void Fail(std::string got, std::string wanted) { throw Refusal{std::move(got), std::move(wanted)}; }
+[[noreturn]] void Fail(const std::string& got, const std::string& wanted) { throw Refusal(got, wanted); }
 [[noreturn]] void FailAsTooLong() {
   const std::string most = std::to_string(PointwiseProgram::kMostInstructions);
   Fail("of more than " + most + " operators", "at most " + most);
@@ -326,7 +333,7 @@ class Compiler {
   // A number that occurs again is kept once. Its bits tell 0 from -0.
   PointwiseOperand ConstantOf(float number) {
     const auto found = std::find_if(constants_.begin(), constants_.end(),
-                                    [&](float one) { return std::memcmp(&one, &number, sizeof number) == 0; });
+                                    [&](float one) { return internal::BitsOf(one) == internal::BitsOf(number); });
     const auto index = static_cast<uint8_t>(found - constants_.begin());
     if (found == constants_.end()) constants_.push_back(number);
     return {PointwiseOperand::Kind::kConstant, index};
@@ -413,7 +420,7 @@ Status FindProgram(const std::string& expression, std::shared_ptr<const Pointwis
   try {
     program = Compiler().Compile(expression, Parser(expression).Assignments());
   } catch (const Refusal& refusal) {
-    return Refuse("expression", refusal.got, refusal.wanted);
+    return refusal.status();
   }
   programs.Keep(expression, program);
   return {};

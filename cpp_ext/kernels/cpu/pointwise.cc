@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "gradfuse/loops.h"
@@ -54,8 +54,8 @@ struct Plan {
   const PointwiseProgram* program = nullptr;
   Source<T> inputs[kInputs];
   T* outputs[kOutputs] = {};
-  std::optional<Dropout> dropout;
-  int64_t block = 0;  // elements of each row
+  Dropout dropout{0, 0, 0};  // without one, all is kept
+  int64_t block = 0;         // elements of each row
   // A vector of each constant, and one of each input of a single element.
   std::vector<float> constants;
   std::vector<float> single[kInputs];
@@ -268,7 +268,7 @@ void Evaluate(const Plan<T>& plan, int64_t begin, int64_t end) {
       const PointwiseInstruction& instruction = program.instructions[index];
       float* const out = memory + instruction.result * pitch;
       if (instruction.op == Op::kKept) {
-        SetKept(*plan.dropout, begin, count, out);
+        SetKept(plan.dropout, begin, count, out);
         continue;
       }
       const auto& operands = instruction.operands;
@@ -329,9 +329,9 @@ void RunTyped(const PointwiseArgs& args, const PointwiseProgram& program, const 
     plan.outputs[output] = args.y[output].MutableData<T>();
     bytes += args.y[output].NumBytes();
   }
-  if (program.draws()) {
+  if (args.seed) {
     const int64_t drawn = args.drawn ? *args.drawn->Data<int64_t>() : 0;
-    plan.dropout.emplace(args.dropout_threshold, *args.seed->Data<int64_t>(), args.draw + drawn);
+    plan.dropout = Dropout(args.dropout_threshold, *args.seed->Data<int64_t>(), args.draw + drawn);
   }
   constexpr int64_t kLine = 64 / sizeof(float);
   plan.block = std::min(kLongestRow, kRowsFloats / std::max<int64_t>(rows, 1) / kLine * kLine);
