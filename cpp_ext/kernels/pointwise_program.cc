@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <iterator>
-#include <locale>
 #include <map>
 #include <mutex>
-#include <sstream>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -143,14 +142,21 @@ class Lexer {
   const char* end_;
 };
 
-// The float32 that is nearest to a decimal number, whatever the process's locale is.
+// The float32 that is nearest to a decimal number. What the process's locale makes of a point does not matter: the
+// number is read as a whole one and a power of ten.
 float NumberOf(const std::string& text) {
-  std::istringstream stream(text);
-  stream.imbue(std::locale::classic());
-  float value = 0;
-  stream >> value;
-  // What is too small for a normal number fails too where the library takes that for an error, with the right value.
-  if (!std::isfinite(value) || (stream.fail() && std::abs(value) >= 1)) Fail(Quote(text), "a number of float32");
+  const size_t end = std::min(text.find('e'), text.size());
+  std::string digits = text.substr(0, end);
+  constexpr int64_t kMost = 1 << 30;  // a power of ten that makes infinity, or 0, of any number
+  int64_t exponent = end == text.size() ? 0 : std::strtol(text.c_str() + end + 1, nullptr, 10);
+  exponent = std::clamp(exponent, -kMost, kMost);
+  const size_t point = digits.find('.');
+  if (point != std::string::npos) {
+    exponent -= static_cast<int64_t>(digits.size() - point - 1);
+    digits.erase(point, 1);
+  }
+  const float value = std::strtof((digits + "e" + std::to_string(exponent)).c_str(), nullptr);
+  if (!std::isfinite(value)) Fail(Quote(text), "a number of float32");
   return value;
 }
 
