@@ -1,18 +1,19 @@
 #include "kernels/pointwise_program.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
-#include <locale>
+#include <exception>
+#include <iterator>
 #include <map>
 #include <mutex>
-#include <sstream>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "gradfuse/float16.h"
 #include "gradfuse/signature.h"
 
 namespace gradfuse {
@@ -60,12 +61,17 @@ constexpr OperatorInfo kOperators[] = {
 };
 
 // Why an expression is none. It does not leave this file.
-struct Refusal {
-  std::string got;
-  std::string wanted;
+class Refusal : public std::exception {
+ public:
+  Refusal(const std::string& got, const std::string& wanted) : status_(Refuse("expression", got, wanted)) {}
+
+  const Status& status() const { return status_; }
+
+ private:
+  Status status_;
 };
 
-[[noreturn]] void Fail(std::string got, std::string wanted) { throw Refusal{std::move(got), std::move(wanted)}; }
+[[noreturn]] void Fail(const std::string& got, const std::string& wanted) { throw Refusal(got, wanted); }
 [[noreturn]] void FailAsTooLong() {
   const std::string most = std::to_string(PointwiseProgram::kMostInstructions);
   Fail("of more than " + most + " operators", "at most " + most);
@@ -136,14 +142,21 @@ class Lexer {
   const char* end_;
 };
 
-// The float32 that is nearest to a decimal number, whatever the process's locale is.
+// The float32 that is nearest to a decimal number. What the process's locale makes of a point does not matter: the
+// number is read as a whole one and a power of ten.
 float NumberOf(const std::string& text) {
-  std::istringstream stream(text);
-  stream.imbue(std::locale::classic());
-  float value = 0;
-  stream >> value;
-  // What is too small for a normal number fails too where the library takes that for an error, with the right value.
-  if (!std::isfinite(value) || (stream.fail() && std::abs(value) >= 1)) Fail(Quote(text), "a number of float32");
+  const size_t end = std::min(text.find('e'), text.size());
+  std::string digits = text.substr(0, end);
+  constexpr int64_t kMost = 1 << 30;  // a power of ten that makes infinity, or 0, of any number
+  int64_t exponent = end == text.size() ? 0 : std::strtol(text.c_str() + end + 1, nullptr, 10);
+  exponent = std::clamp(exponent, -kMost, kMost);
+  const size_t point = digits.find('.');
+  if (point != std::string::npos) {
+    exponent -= static_cast<int64_t>(digits.size() - point - 1);
+    digits.erase(point, 1);
+  }
+  const float value = std::strtof((digits + "e" + std::to_string(exponent)).c_str(), nullptr);
+  if (!std::isfinite(value)) Fail(Quote(text), "a number of float32");
   return value;
 }
 
@@ -326,7 +339,7 @@ class Compiler {
   // A number that occurs again is kept once. Its bits tell 0 from -0.
   PointwiseOperand ConstantOf(float number) {
     const auto found = std::find_if(constants_.begin(), constants_.end(),
-                                    [&](float one) { return std::memcmp(&one, &number, sizeof number) == 0; });
+                                    [&](float one) { return internal::BitsOf(one) == internal::BitsOf(number); });
     const auto index = static_cast<uint8_t>(found - constants_.begin());
     if (found == constants_.end()) constants_.push_back(number);
     return {PointwiseOperand::Kind::kConstant, index};
@@ -413,7 +426,7 @@ Status FindProgram(const std::string& expression, std::shared_ptr<const Pointwis
   try {
     program = Compiler().Compile(expression, Parser(expression).Assignments());
   } catch (const Refusal& refusal) {
-    return Refuse("expression", refusal.got, refusal.wanted);
+    return refusal.status();
   }
   programs.Keep(expression, program);
   return {};

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "gradfuse/loops.h"
@@ -54,7 +54,8 @@ struct Plan {
   const PointwiseProgram* program = nullptr;
   Source<T> inputs[kInputs];
   T* outputs[kOutputs] = {};
-  std::optional<Dropout> dropout;
+  Dropout dropout{0, 0, 0};  // without one, all is kept
+  int64_t rows = 0;
   int64_t block = 0;  // elements of each row
   // A vector of each constant, and one of each input of a single element.
   std::vector<float> constants;
@@ -244,8 +245,9 @@ void Write(const Values& values, int64_t count, T* to) {
 template <class T, bool kStreams>
 void Evaluate(const Plan<T>& plan, int64_t begin, int64_t end) {
   const PointwiseProgram& program = *plan.program;
-  alignas(64) float memory[kRowsMemory] = {};
   const int64_t pitch = plan.block + kMostLanes;
+  alignas(64) float memory[kRowsMemory];
+  std::fill_n(memory, plan.rows * pitch, 0.0f);  // loops read whole vectors, beyond what there is
   float* const input_rows = memory + program.register_count * pitch;
   Values inputs[kInputs];
   const auto values_of = [&](const PointwiseOperand& operand) -> Values {
@@ -268,7 +270,7 @@ void Evaluate(const Plan<T>& plan, int64_t begin, int64_t end) {
       const PointwiseInstruction& instruction = program.instructions[index];
       float* const out = memory + instruction.result * pitch;
       if (instruction.op == Op::kKept) {
-        SetKept(*plan.dropout, begin, count, out);
+        SetKept(plan.dropout, begin, count, out);
         continue;
       }
       const auto& operands = instruction.operands;
@@ -312,7 +314,7 @@ void RunTyped(const PointwiseArgs& args, const PointwiseProgram& program, const 
     plan.constants.insert(plan.constants.end(), kMostLanes, program.constants[index]);
   }
   int64_t bytes = 0;
-  int64_t rows = program.register_count;
+  plan.rows = program.register_count;
   for (int index = 0; index < kInputs; ++index) {
     if (!program.reads[index]) continue;
     const Tensor& input = *args.Input(index);
@@ -320,7 +322,7 @@ void RunTyped(const PointwiseArgs& args, const PointwiseProgram& program, const 
     if (input.NumElements() == 1) {
       plan.single[index].assign(kMostLanes, ToCompute(*input.Data<T>()));
     } else {
-      ++rows;
+      ++plan.rows;
     }
     bytes += input.NumBytes();
   }
@@ -329,12 +331,13 @@ void RunTyped(const PointwiseArgs& args, const PointwiseProgram& program, const 
     plan.outputs[output] = args.y[output].MutableData<T>();
     bytes += args.y[output].NumBytes();
   }
-  if (program.draws()) {
+  if (args.seed) {
     const int64_t drawn = args.drawn ? *args.drawn->Data<int64_t>() : 0;
-    plan.dropout.emplace(args.dropout_threshold, *args.seed->Data<int64_t>(), args.draw + drawn);
+    plan.dropout = Dropout(args.dropout_threshold, *args.seed->Data<int64_t>(), args.draw + drawn);
   }
   constexpr int64_t kLine = 64 / sizeof(float);
-  plan.block = std::min(kLongestRow, kRowsFloats / std::max<int64_t>(rows, 1) / kLine * kLine);
+  const int64_t longest = kRowsFloats / std::max<int64_t>(plan.rows, 1) / kLine * kLine;
+  plan.block = std::min({kLongestRow, longest, CeilDiv(total, kLine) * kLine});
 
   const bool streams = bytes >= StreamBytes();
   const auto evaluate = streams ? GRADFUSE_DISPATCH(Evaluate<T, true>) : GRADFUSE_DISPATCH(Evaluate<T, false>);
