@@ -77,9 +77,7 @@ def fuse(
     """
     with collection_paused():
         loaded = reading.load(model)
-        fused, report = fuse_loaded(
-            loaded, only, skip, policy, pointwise=pointwise, bodies=bodies, progress=progress
-        )
+        fused, report = fuse_loaded(loaded, only, skip, policy, pointwise=pointwise, bodies=bodies, progress=progress)
         result = fused.restore(fused.ir)
     if check > 0 and report.fusions:
         outcome = check_models(model, result, runs=check)
