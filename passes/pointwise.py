@@ -19,9 +19,10 @@ from gradfuse.passes.algebra import UNIT, ZERO, Poly
 from gradfuse.passes.matching import Builder, Context, ContextPass, Mismatch, Policy, Rewrite, Site, names_of
 from gradfuse.passes.matching.cost import cost_of
 from gradfuse.passes.matching.draws import Draw, draw_of
-from gradfuse.passes.matching.graphs import graphs_in
+from gradfuse.passes.matching.graphs import TOLERANCE, graphs_in
 from gradfuse.passes.matching.rewrite import anchor_of, apply, superfluous
 from gradfuse.passes.progress import counted
+from gradfuse.passes.proving import Unproved, prove
 from gradfuse.passes.report import Fusion
 
 LEAST_SAVED = 2**20
@@ -45,9 +46,10 @@ class FusePointwisePass(ContextPass):
 
     A chain has a shape: each result has it, and what is read broadcasts to it. It grows from each node, the last
     first, by what its nodes read, by what reads their results, and by what reads the same tensors, as long as nothing
-    outside comes in between. What
-    it needs of earlier results is computed again where that reads no further tensor. Masks of a dropout that a seed
-    decides are drawn wherever they are needed, and never stored.
+    outside comes in between. What it needs of earlier results is computed again where that reads no further tensor.
+    Masks of a dropout that a seed decides are drawn wherever they are needed, and never stored.
+
+    A chain computes what its nodes do, one operator each: the test by numbers runs the two side by side.
 
     Args:
         policy: "profitable" takes chains that save :data:`LEAST_SAVED` bytes; "all" takes all that save any.
@@ -100,7 +102,9 @@ class FusePointwisePass(ContextPass):
             if len(chain.nodes) < 2 or saved < (LEAST_SAVED if self.policy == "profitable" else 1):
                 raise Mismatch("it would not pay")
             anchor = anchor_of(site, rewrite, dead)
-        except (Mismatch, ExpressionError):
+            for part in rewrite.parts():
+                prove(site, part, TOLERANCE[ir.DataType.FLOAT])
+        except (Mismatch, ExpressionError, Unproved):
             builder.discard()
             return []
         name, ratio = str(rewrite.fused[0].name), before.equivalent / max(after.equivalent, 1)
@@ -338,18 +342,33 @@ def _rewrite(builder: Builder, chains: _Chains, chain: _Chain) -> Rewrite:
     """One node in the place of a chain."""
     draw = chain.draw
     numbers = {"dropout_threshold": draw.threshold, "draw": draw.layer} if draw is not None else {}
-    tensors = [*chain.operands, *[None] * (len(INPUTS) - len(chain.operands))]
-    seeds = [] if draw is None else [draw.seed, draw.before]
+    # An absent input at the end is none.
+    seeds = [] if draw is None else [draw.seed] if draw.before is None else [draw.seed, draw.before]
+    absent = [None] * (len(INPUTS) - len(chain.operands)) if seeds else []
     whole = chains.site.extents(chain.outputs[0])
     results = builder.fused_whole(
         OPERATOR.name,
-        [*tensors, *seeds],
+        [*chain.operands, *absent, *seeds],
         [whole if k < len(chain.outputs) else [ZERO] for k in range(len(OUTPUTS))],
         expression=_expression(chains, chain),
         **numbers,
     )
     pairs = list(zip(chain.outputs, results, strict=False))
-    return replace(builder.rewrite(_RULE, results[:1], pairs[-1][1]), others=tuple(pairs[:-1]))
+    made = builder.rewrite(_RULE, results[:1], pairs[-1][1])
+    given = (*chain.operands, *seeds)
+    return replace(made, others=tuple(pairs[:-1]), frontier=given, independent=True, runs=_behind(chain, given))
+
+
+def _behind(chain: _Chain, given: Collection[ir.Value]) -> frozenset[ir.Node]:
+    """The nodes of a chain, and those that compute the mask that it reads."""
+    found = dict.fromkeys(chain.nodes)
+    todo = list(chain.nodes)
+    while todo:
+        above = [value.producer() for value in todo.pop().inputs if value is not None and value not in given]
+        new = [node for node in above if node is not None and node not in found]
+        found |= dict.fromkeys(new)
+        todo += new
+    return frozenset(found)
 
 
 def _expression(chains: _Chains, chain: _Chain) -> str:

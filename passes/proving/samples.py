@@ -76,7 +76,7 @@ class Samples:
         base, other = (self._base(d) for d in _DIMS)
         # Of targets there may be no more than rows, whichever symbol comes first.
         bases = list(dict.fromkeys((base, tuple(sorted(base, reverse=True)), (_DIMS[0][0],) * count)))
-        if self.region.rewrite.linear:
+        if self.region.rewrite.linear or self.region.rewrite.independent:
             yield from (Sample(sizes, "normal", seed) for seed, sizes in enumerate((*bases, other)))
             yield from (Sample((n,) * count, "normal", 30 + n) for n in (1, 2) if count)
             return
