@@ -2,8 +2,8 @@
 
     python benchmarks/pointwise.py [--only NAME] [--threads N] [--out FILE]
 
-Each step is exported with AdamW, and compared with itself after the nodes of every `Pointwise` are put back. Both are run
-by `gradfuse.TrainingSession` with the library, in turns with PyTorch.
+Each step is exported with AdamW, and compared with itself after the nodes of every `Pointwise` are put back. Both are
+run by `gradfuse.TrainingSession` with the library, in turns with PyTorch.
 
 Prints a table in Markdown, and writes it where --out says so.
 """
@@ -134,7 +134,7 @@ def row(model: Model, size: int, threads: int) -> str:
 
     def eager() -> None:
         optimizer.zero_grad()
-        model.loss(module(*inputs), *targets).backward()
+        model.loss(module(*inputs), *targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     ways = [stepper(plain(step), arrays, threads), stepper(step, arrays, threads), eager]

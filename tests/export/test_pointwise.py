@@ -101,7 +101,7 @@ def test_training_goes_as_pytorchs() -> None:
         with SeededDropout(torch.tensor(seed)):
             loss = F.cross_entropy(module(x), labels)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         # Updates of AdamW are as large for tiny gradients, of which rounding decides the sign.
         assert abs(session.step(x, labels) - float(loss)) <= 1e-4 * float(loss)

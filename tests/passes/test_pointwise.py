@@ -76,7 +76,7 @@ def test_swiglu_is_two_nodes_and_stores_neither_sigmoid_nor_product(kernels: boo
     gate.requires_grad_()
     up.requires_grad_()
     y = F.silu(gate) * up
-    (y.square().sum() / 2).backward()
+    (y.square().sum() / 2).backward()  # type: ignore[no-untyped-call]
     for array, wanted in zip(found, (y, gate.grad, up.grad), strict=True):
         # Some ten roundings, of terms that are at most a few times as large as the result, or 1.
         assert wanted is not None

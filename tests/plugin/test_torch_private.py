@@ -212,18 +212,25 @@ def test_set_grad_enabled_unseen() -> None:
 
 def test_checkpoints_replaced() -> None:
     with needed("the parts of torch.utils.checkpoint", "run and trace what checkpoints would compute again"):
-        calls: list[None] = []
+        calls: list[str] = []
 
         def function(x: Tensor) -> Tensor:
-            calls.append(None)
+            calls.append("called")
             return x * 2
+
+        @contextlib.contextmanager
+        def around(arguments: Any) -> Iterator[None]:
+            assert any(one is x for one in torch.utils._pytree.tree_leaves(arguments))
+            calls.append("begins")
+            yield
+            calls.append("ends")
 
         for reentrant in (True, False):
             x = torch.ones(2, requires_grad=True)
-            with private.checkpoints_replaced():
+            with private.checkpoints_replaced(around):
                 y = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=reentrant)
             torch.autograd.grad(y.sum(), x)
-        assert len(calls) == 2
+        assert calls == ["begins", "called", "ends"] * 2
 
 
 def test_without_autocast() -> None:

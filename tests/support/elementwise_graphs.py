@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +31,13 @@ def drawn(seed: int, *, approximate: bool = True) -> onnx.ModelProto:
     sizes: list[int | str] = [3, 4] if rng.random() < 0.7 else [2, 3, 4]
     if seed % 2:
         sizes[0] = "N"
-    shapes = {"full": sizes, "row": sizes[-1:], "column": [*sizes[:-1], 1], "scalar": [], "one": [1] * len(sizes)}
+    shapes: dict[str, Sequence[int | str | None]] = {
+        "full": sizes,
+        "row": sizes[-1:],
+        "column": [*sizes[:-1], 1],
+        "scalar": [],
+        "one": [1] * len(sizes),
+    }
     values = {"x0": "full", **{f"x{k}": rng.choice(list(shapes)) for k in range(1, rng.randint(1, 4))}}
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shapes[kind]) for name, kind in values.items()]
     numbers = {"half": 0.5, "zero": 0.0, "third": 1 / 3}
@@ -41,7 +49,7 @@ def drawn(seed: int, *, approximate: bool = True) -> onnx.ModelProto:
     conditions: list[str] = []
     nodes: list[onnx.NodeProto] = []
 
-    def add(op_type: str, operands: list[str], name: str, **attributes: int | list[int]) -> None:
+    def add(op_type: str, operands: list[str], name: str, **attributes: Any) -> None:
         nodes.append(helper.make_node(op_type, operands, [name], **attributes))
 
     for k in range(rng.randint(3, 40)):

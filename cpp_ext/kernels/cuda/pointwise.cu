@@ -117,7 +117,8 @@ __global__ void __launch_bounds__(kThreads) Evaluate(const __grid_constant__ Par
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       if (place(k) >= params.total) break;
-      for (int output = 0; output < kOutputs; ++output) {
+      // y0, which may lie in the memory of x0, is the last.
+      for (int output = kOutputs - 1; output >= 0; --output) {
         if (!program.assigns[output]) continue;
         params.outputs[output][place(k)] = Narrow<T>(value_of(program.outputs[output], k));
       }
@@ -130,6 +131,7 @@ Status RunTyped(const PointwiseArgs& args, const PointwiseProgram& program, cons
   Params<T> params{};
   params.program = program;
   params.total = args.x0.NumElements();
+  if (params.total == 0) return {};
   const TensorLayout* layouts[kInputs];
   for (int index = 0; index < kInputs; ++index) {
     const Tensor* const input = args.Input(index);

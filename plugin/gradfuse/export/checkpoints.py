@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from gradfuse import _torch_private as private
 
@@ -35,7 +34,7 @@ def marked() -> Iterator[None]:
     @contextlib.contextmanager
     def around(arguments: Any) -> Iterator[None]:
         nonlocal calls
-        tensor = next((one for one in pytree.tree_leaves(arguments) if isinstance(one, Tensor)), None)
+        tensor = next((one for one in private.tensors_in(arguments) if isinstance(one, Tensor)), None)
         if tensor is None or not torch.compiler.is_exporting():
             yield
             return

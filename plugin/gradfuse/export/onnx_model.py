@@ -297,7 +297,7 @@ def fused(exported: onnx.ModelProto, batch: Mapping[str, Tensor]) -> tuple[ir.Mo
     sizes = {
         dim.value: batch[value.name].shape[axis]
         for value in model.graph.inputs
-        if value.name in batch and value.shape is not None
+        if value.name is not None and value.name in batch and value.shape is not None
         for axis, dim in enumerate(value.shape)
         if isinstance(dim, ir.SymbolicDim) and dim.value is not None
     }
