@@ -13,17 +13,19 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse import custom_ops
+from gradfuse.custom_ops.attention import THRESHOLD_END
 from gradfuse.custom_ops.pointwise import OPERATOR
 from gradfuse.custom_ops.pointwise_expressions import INPUTS, MOST_OPERATORS, OUTPUTS, ExpressionError, parse
 from gradfuse.passes.algebra import UNIT, ZERO, Poly
 from gradfuse.passes.matching import Builder, Context, ContextPass, Mismatch, Policy, Rewrite, Site, names_of
 from gradfuse.passes.matching.cost import cost_of
 from gradfuse.passes.matching.draws import Draw, draw_of
+from gradfuse.passes.matching.fuse_pass import BUG
 from gradfuse.passes.matching.graphs import TOLERANCE, graphs_in
 from gradfuse.passes.matching.rewrite import anchor_of, apply, superfluous
 from gradfuse.passes.progress import counted
-from gradfuse.passes.proving import Unproved, prove
-from gradfuse.passes.report import Fusion
+from gradfuse.passes.proving import Refuted, Unproved, prove
+from gradfuse.passes.report import Fusion, NearMiss
 
 LEAST_SAVED = 2**20
 """What a chain must save, in bytes of traffic: some 60 microseconds. A body for less than that is a loss."""
@@ -104,8 +106,13 @@ class FusePointwisePass(ContextPass):
             anchor = anchor_of(site, rewrite, dead)
             for part in rewrite.parts():
                 prove(site, part, TOLERANCE[ir.DataType.FLOAT])
-        except (Mismatch, ExpressionError, Unproved):
+        except (Mismatch, ExpressionError, Unproved, Refuted) as reason:
             builder.discard()
+            if isinstance(reason, Refuted):
+                (node,) = names_of([chain.nodes[-1]])
+                context.report.near_misses.append(
+                    NearMiss(node, OPERATOR.name, f"{BUG} the original is {reason}", bug=True)
+                )
             return []
         name, ratio = str(rewrite.fused[0].name), before.equivalent / max(after.equivalent, 1)
         self.fusions.append(Fusion(rewrite.operator, name, _RULE, names_of(dead), before.bytes, after.bytes, ratio))
@@ -287,7 +294,9 @@ class _Chains:
         if value not in self._draws:
             node = value.producer()
             is_mask = value.dtype == ir.DataType.BOOL and node is not None and node.op_type == "Reshape"
-            self._draws[value] = draw_of(self.site.forms, value) if is_mask else None
+            draw = draw_of(self.site.forms, value) if is_mask else None
+            # A dropout of all elements needs no numbers.
+            self._draws[value] = None if draw is None or draw.threshold >= THRESHOLD_END else draw
         return self._draws[value]
 
     def _spreads(self, value: ir.Value, whole: Sequence[Poly]) -> bool:

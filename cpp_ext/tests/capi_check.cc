@@ -72,7 +72,8 @@ class Placed {
       strides_[axis] = stride;
       stride *= dims[axis];
     }
-    storage_ = offset_ + stride;
+    // Of a tensor without elements there is memory, too.
+    storage_ = std::max<int64_t>(offset_ + stride, 1);
     host_.assign(static_cast<size_t>(storage_) * Size(), 0x5a);
     for (int64_t i = 0; i < Count(dims); ++i) Put(At(i), values.empty() ? -7 : values[static_cast<size_t>(i)]);
     EXPECT(aclrtMalloc(&memory_, host_.size(), ACL_MEM_MALLOC_HUGE_FIRST) == ACL_SUCCESS);

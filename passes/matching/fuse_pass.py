@@ -27,6 +27,9 @@ from gradfuse.passes.report import Fusion, NearMiss
 
 Policy = Literal["profitable", "all"]
 
+BUG = "a bug in this rule, please report it: for the same numbers"
+"""How a refuted match is reported: "the original is" follows."""
+
 
 class FusePass(ContextPass):
     """Replaces every subgraph that computes one fused operator.
@@ -140,8 +143,8 @@ class FusePass(ContextPass):
             reason = f"it could not be checked with numbers: {error}"
         except Refuted as difference:
             bug = not self.by_numbers
-            claim = "a bug in this rule, please report it" if bug else "it has the operator's form, and other numbers"
-            reason = f"{claim}: for the same numbers the original is {difference}"
+            claim = BUG if bug else "it has the operator's form, and other numbers: for the same numbers"
+            reason = f"{claim} the original is {difference}"
         except _Unprofitable as costs:
             reason, rule = f"not profitable: {costs}", costs.rule
         except Mismatch as miss:

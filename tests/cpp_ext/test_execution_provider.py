@@ -176,7 +176,7 @@ def test_results_are_right_between_plain_nodes(op: str, dtype: torch.dtype, gpus
         watch = Watch(library)
         outputs = session.run(None, feeds_of(op, sample))
         given = sum(value is not None for value in sample.inputs)
-        assert watch.copies() == (given - len(read_by_host(op)), len(outputs), 0)
+        assert watch.copies() == (given - len(read_by_host(op)), sum(output.size > 0 for output in outputs), 0)
         assert watch()["kernels"] > 0
         # Some operators give numbers in the type that they compute in.
         own = [other.dtype for other in SAMPLES[op].expected(sample, dtype)]
