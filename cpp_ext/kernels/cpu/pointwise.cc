@@ -32,6 +32,7 @@ using Op = PointwiseOp;
 constexpr int kInputs = PointwiseArgs::kInputs;
 constexpr int kOutputs = PointwiseArgs::kOutputs;
 constexpr int64_t kMostLanes = 16;
+constexpr int64_t kLine = 64 / sizeof(float);
 
 // Registers and inputs that are not read in place have a row each in 24 KiB, of 32 that the first-level cache has at
 // least: the rest is for inputs and outputs that pass. Rows of more than 4 KiB gain nothing; even those of 1 KiB, which
@@ -268,7 +269,8 @@ void Evaluate(const Plan<T>& plan, int64_t begin, int64_t end) {
   const PointwiseProgram& program = *plan.program;
   const int64_t pitch = plan.block + kMostLanes;
   alignas(64) float memory[kRowsMemory];
-  std::fill_n(memory, plan.rows * pitch, 0.0f);  // loops read whole vectors, beyond what there is
+  // The last of loops over whole vectors reads beyond what there is.
+  if ((end - begin) % kMostLanes != 0) std::fill_n(memory, plan.rows * pitch, 0.0f);
   float* const input_rows = memory + program.register_count * pitch;
   Values inputs[kInputs];
   const auto values_of = [&](const PointwiseOperand& operand) -> Values {
@@ -284,8 +286,15 @@ void Evaluate(const Plan<T>& plan, int64_t begin, int64_t end) {
     int64_t row = 0;
     for (int index = 0; index < kInputs; ++index) {
       if (!program.reads[index]) continue;
-      inputs[index] = plan.single[index].empty() ? Read(plan.inputs[index], begin, count, input_rows + row++ * pitch)
-                                                 : Values{plan.single[index].data(), 0};
+      if (!plan.single[index].empty()) {
+        inputs[index] = {plan.single[index].data(), 0};
+        continue;
+      }
+      float* const own_row = input_rows + row++ * pitch;
+      inputs[index] = Read(plan.inputs[index], begin, count, own_row);
+      if (inputs[index].first == own_row) continue;
+      // Of what is read in place, the next block: the processor does not look beyond a page by itself.
+      for (int64_t i = 0; i < plan.block; i += kLine) Prefetch(Floats(), inputs[index].first + plan.block + i);
     }
     float* const direct = plan.ends_in_y0 ? Direct(plan.outputs[0] + begin, count) : nullptr;
     for (int32_t index = 0; index < program.instruction_count; ++index) {
@@ -366,7 +375,6 @@ void RunTyped(const PointwiseArgs& args, const PointwiseProgram& program, const 
     const int64_t drawn = args.drawn ? *args.drawn->Data<int64_t>() : 0;
     plan.dropout = Dropout(args.dropout_threshold, *args.seed->Data<int64_t>(), args.draw + drawn);
   }
-  constexpr int64_t kLine = 64 / sizeof(float);
   const int64_t longest = kRowsFloats / std::max<int64_t>(plan.rows, 1) / kLine * kLine;
   plan.block = std::min({kLongestRow, longest, CeilDiv(total, kLine) * kLine});
 
