@@ -270,7 +270,7 @@ void Evaluate(const Plan<T>& plan, int64_t begin, int64_t end) {
   const int64_t pitch = plan.block + kMostLanes;
   alignas(64) float memory[kRowsMemory];
   // The last of loops over whole vectors reads beyond what there is.
-  if ((end - begin) % kMostLanes != 0) std::fill_n(memory, plan.rows * pitch, 0.0f);
+  if ((end - begin) % MostAtOnce() != 0) std::fill_n(memory, plan.rows * pitch, 0.0f);
   float* const input_rows = memory + program.register_count * pitch;
   Values inputs[kInputs];
   const auto values_of = [&](const PointwiseOperand& operand) -> Values {
