@@ -130,6 +130,7 @@ Status RunTyped(const PointwiseArgs& args, const PointwiseProgram& program, cons
   Params<T> params{};
   params.program = program;
   params.total = args.x0.NumElements();
+  if (params.total == 0) return {};
   const TensorLayout* layouts[kInputs];
   for (int index = 0; index < kInputs; ++index) {
     const Tensor* const input = args.Input(index);
