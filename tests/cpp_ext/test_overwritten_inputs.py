@@ -27,7 +27,7 @@ def outputs_of(op: str, sample: Sample, *, kept: bool) -> list[Tensor]:
     outputs = [output.name for output in OPS[op].outputs]
     wide = given[copied].dtype == torch.bfloat16
     t, shape = ONNX_TYPES[given[copied].dtype], list(given[copied].shape)
-    given[copied] = given[copied].permute(tuple(reversed(range(len(shape))))).contiguous()
+    given[copied] = given[copied].permute([*reversed(range(len(shape)))]).contiguous()
     nodes = [
         helper.make_node("Transpose", [copied], ["copy"]),
         helper.make_node(

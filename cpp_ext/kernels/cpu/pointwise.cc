@@ -56,6 +56,7 @@ struct Plan {
   Source<T> inputs[kInputs];
   T* outputs[kOutputs] = {};
   Dropout dropout{0, 0, 0};  // without one, all is kept
+  bool ends_in_y0 = false;   // the only output, and the result of the last instruction
   int64_t rows = 0;
   int64_t block = 0;  // elements of each row
   // A vector of each constant, and one of each input of a single element.
@@ -80,29 +81,35 @@ namespace {
 using Floats = hn::ScalableTag<float>;
 using Vector = hn::Vec<Floats>;
 
-template <class Function>
-GRADFUSE_INLINE void Map(const Values& a, int64_t count, float* out, const Function& function) {
-  const Floats d;
-  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t i = 0; i < count; i += lanes) hn::StoreU(function(hn::LoadU(d, a.first + i * a.step)), d, out + i);
-}
-template <class Function>
-GRADFUSE_INLINE void Map(const Values& a, const Values& b, int64_t count, float* out, const Function& function) {
-  const Floats d;
-  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t i = 0; i < count; i += lanes) {
-    hn::StoreU(function(hn::LoadU(d, a.first + i * a.step), hn::LoadU(d, b.first + i * b.step)), d, out + i);
+// The vectors of an operand, one after the other.
+class Cursor {
+ public:
+  explicit Cursor(const Values& values)
+      : next_(values.first), step_(values.step * static_cast<int64_t>(hn::Lanes(Floats()))) {}
+
+  GRADFUSE_INLINE Vector Next() {
+    const auto vector = hn::LoadU(Floats(), next_);
+    next_ += step_;
+    return vector;
   }
-}
-template <class Function>
-GRADFUSE_INLINE void Map(const Values& a, const Values& b, const Values& c, int64_t count, float* out,
-                         const Function& function) {
+
+ private:
+  const float* next_;
+  int64_t step_;
+};
+
+// Loops take kUnroll vectors at a time, beyond `count` where it is no multiple of them: rows have room for that.
+constexpr int kMostUnroll = 4;
+int64_t MostAtOnce() { return static_cast<int64_t>(kMostUnroll * hn::Lanes(Floats())); }
+
+template <int kUnroll, bool kStreams, class Function, class... Operands>
+GRADFUSE_INLINE void Map(int64_t count, float* out, const Function& function, Operands... operands) {
   const Floats d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t i = 0; i < count; i += lanes) {
-    hn::StoreU(function(hn::LoadU(d, a.first + i * a.step), hn::LoadU(d, b.first + i * b.step),
-                        hn::LoadU(d, c.first + i * c.step)),
-               d, out + i);
+  for (int64_t i = 0; i < count; i += kUnroll * lanes) {
+#pragma GCC unroll 4
+    for (int k = 0; k < kUnroll; ++k)
+      Sink<kStreams, Whole>().StoreBits(function(operands.Next()...), d, out + i + k * lanes);
   }
 }
 
@@ -126,14 +133,17 @@ void SetKept(const Dropout& dropout, int64_t begin, int64_t count, float* out) {
   }
 }
 
+template <bool kStreams>
 void Execute(Op op, const Values (&operands)[3], int64_t count, float* out) {
   const Floats d;
   const auto& [a, b, c] = operands;
-  const auto map = [&](const auto& function) HWY_ATTR { Map(a, count, out, function); };
-  const auto map2 = [&](const auto& function) HWY_ATTR { Map(a, b, count, out, function); };
+  const auto few = [&](const auto& function) HWY_ATTR { Map<kMostUnroll, kStreams>(count, out, function, Cursor(a)); };
+  const auto map = [&](const auto& function) HWY_ATTR { Map<1, kStreams>(count, out, function, Cursor(a)); };
+  const auto map2 = [&](const auto& function)
+                        HWY_ATTR { Map<kMostUnroll, kStreams>(count, out, function, Cursor(a), Cursor(b)); };
   switch (op) {
-    case Op::kAbs: return map([](Vector x) HWY_ATTR { return hn::Abs(x); });
-    case Op::kNeg: return map([](Vector x) HWY_ATTR { return FromBits(BitsOf(x) ^ hn::Set(Bits(), 0x80000000u)); });
+    case Op::kAbs: return few([](Vector x) HWY_ATTR { return hn::Abs(x); });
+    case Op::kNeg: return few([](Vector x) HWY_ATTR { return FromBits(BitsOf(x) ^ hn::Set(Bits(), 0x80000000u)); });
     case Op::kReciprocal: return map([&](Vector x) HWY_ATTR { return hn::Set(d, 1.0f) / x; });
     case Op::kSqrt: return map([](Vector x) HWY_ATTR { return hn::Sqrt(x); });
     case Op::kExp: return map([&](Vector x) HWY_ATTR { return Exp<float>(d, x); });
@@ -143,7 +153,7 @@ void Execute(Op op, const Values (&operands)[3], int64_t count, float* out) {
     case Op::kSigmoid:
       // 0 where the exponential's inverse is, as of -infinity.
       return map([&](Vector x) HWY_ATTR { return hn::IfThenZeroElse(x < hn::Set(d, -87.0f), Sigmoid(d, x)); });
-    case Op::kRelu: return map([&](Vector x) HWY_ATTR { return hn::IfThenZeroElse(x <= hn::Zero(d), x); });
+    case Op::kRelu: return few([&](Vector x) HWY_ATTR { return hn::IfThenZeroElse(x <= hn::Zero(d), x); });
     case Op::kAdd: return map2([](Vector x, Vector y) HWY_ATTR { return x + y; });
     case Op::kSub: return map2([](Vector x, Vector y) HWY_ATTR { return x - y; });
     case Op::kMul: return map2([](Vector x, Vector y) HWY_ATTR { return x * y; });
@@ -157,13 +167,14 @@ void Execute(Op op, const Values (&operands)[3], int64_t count, float* out) {
     case Op::kLessOrEqual: return map2([](Vector x, Vector y) HWY_ATTR { return FromMask(x <= y); });
     case Op::kGreater: return map2([](Vector x, Vector y) HWY_ATTR { return FromMask(x > y); });
     case Op::kGreaterOrEqual: return map2([](Vector x, Vector y) HWY_ATTR { return FromMask(x >= y); });
-    case Op::kNot: return map([](Vector x) HWY_ATTR { return FromBits(BitsOf(x) ^ hn::Set(Bits(), ~uint32_t{0})); });
+    case Op::kNot: return few([](Vector x) HWY_ATTR { return FromBits(BitsOf(x) ^ hn::Set(Bits(), ~uint32_t{0})); });
     case Op::kAnd: return map2([](Vector x, Vector y) HWY_ATTR { return FromBits(BitsOf(x) & BitsOf(y)); });
     case Op::kOr: return map2([](Vector x, Vector y) HWY_ATTR { return FromBits(BitsOf(x) | BitsOf(y)); });
     case Op::kWhere:
-      return Map(a, b, c, count, out, [](Vector condition, Vector yes, Vector no) HWY_ATTR {
-        return hn::IfThenElse(ToMask(condition), yes, no);
-      });
+      return Map<kMostUnroll, kStreams>(
+          count, out,
+          [](Vector condition, Vector yes, Vector no) HWY_ATTR { return hn::IfThenElse(ToMask(condition), yes, no); },
+          Cursor(a), Cursor(b), Cursor(c));
     case Op::kKept: return;  // by SetKept
   }
 }
@@ -191,7 +202,7 @@ Values Read(const Source<T>& source, int64_t begin, int64_t count, float* row) {
   const auto& loops = source.loops;
   const int inner = loops.inner();
   const int64_t run = loops.sizes[inner];
-  int64_t position[kMaxRank];
+  int64_t position[kMaxRank] = {};
   int64_t offset = 0;
   for (int axis = inner; axis >= 0; --axis) {
     position[axis] = begin % loops.sizes[axis];
@@ -206,7 +217,7 @@ Values Read(const Source<T>& source, int64_t begin, int64_t count, float* row) {
       return {row, 0};
     }
     if constexpr (std::is_same_v<T, float>) {
-      if (count % static_cast<int64_t>(hn::Lanes(Floats())) == 0) return {source.data + offset, 1};
+      if (count % MostAtOnce() == 0) return {source.data + offset, 1};
     }
   }
   // Runs that repeat as a whole are doubled once there is one.
@@ -243,13 +254,23 @@ void Write(const Values& values, int64_t count, T* to) {
   });
 }
 
+// Where the last loop may write y0 itself, and null where that needs Write.
+float* Direct(float* to, int64_t count) {
+  const bool is_aligned = reinterpret_cast<uintptr_t>(to) % (hn::Lanes(Floats()) * sizeof(float)) == 0;
+  return is_aligned && count % MostAtOnce() == 0 ? to : nullptr;
+}
+template <class T16>
+float* Direct(T16*, int64_t) {
+  return nullptr;
+}
+
 template <class T, bool kStreams>
 void Evaluate(const Plan<T>& plan, int64_t begin, int64_t end) {
   const PointwiseProgram& program = *plan.program;
   const int64_t pitch = plan.block + kMostLanes;
   alignas(64) float memory[kRowsMemory];
   // The last of loops over whole vectors reads beyond what there is.
-  if ((end - begin) % kMostLanes != 0) std::fill_n(memory, plan.rows * pitch, 0.0f);
+  if ((end - begin) % MostAtOnce() != 0) std::fill_n(memory, plan.rows * pitch, 0.0f);
   float* const input_rows = memory + program.register_count * pitch;
   Values inputs[kInputs];
   const auto values_of = [&](const PointwiseOperand& operand) -> Values {
@@ -275,6 +296,7 @@ void Evaluate(const Plan<T>& plan, int64_t begin, int64_t end) {
       // Of what is read in place, the next block: the processor does not look beyond a page by itself.
       for (int64_t i = 0; i < plan.block; i += kLine) Prefetch(Floats(), inputs[index].first + plan.block + i);
     }
+    float* const direct = plan.ends_in_y0 ? Direct(plan.outputs[0] + begin, count) : nullptr;
     for (int32_t index = 0; index < program.instruction_count; ++index) {
       const PointwiseInstruction& instruction = program.instructions[index];
       float* const out = memory + instruction.result * pitch;
@@ -283,8 +305,14 @@ void Evaluate(const Plan<T>& plan, int64_t begin, int64_t end) {
         continue;
       }
       const auto& operands = instruction.operands;
-      Execute(instruction.op, {values_of(operands[0]), values_of(operands[1]), values_of(operands[2])}, count, out);
+      const Values values[] = {values_of(operands[0]), values_of(operands[1]), values_of(operands[2])};
+      if (direct != nullptr && index + 1 == program.instruction_count) {
+        Execute<kStreams>(instruction.op, values, count, direct);
+      } else {
+        Execute<false>(instruction.op, values, count, out);
+      }
     }
+    if (direct != nullptr) continue;
     // y0, which may lie in the memory of x0, is the last.
     for (int output = kOutputs - 1; output >= 0; --output) {
       if (!program.assigns[output]) continue;
@@ -340,6 +368,9 @@ void RunTyped(const PointwiseArgs& args, const PointwiseProgram& program, const 
     plan.outputs[output] = args.y[output].MutableData<T>();
     bytes += args.y[output].NumBytes();
   }
+  plan.ends_in_y0 = program.instruction_count > 0 && !program.assigns[1] && !program.assigns[2] &&
+                    program.outputs[0].kind == PointwiseOperand::Kind::kRegister &&
+                    program.outputs[0].index == program.instructions[program.instruction_count - 1].result;
   if (args.seed) {
     const int64_t drawn = args.drawn ? *args.drawn->Data<int64_t>() : 0;
     plan.dropout = Dropout(args.dropout_threshold, *args.seed->Data<int64_t>(), args.draw + drawn);

@@ -88,8 +88,12 @@ def cases(random: np.random.Generator, dtype: str, large: bool) -> Iterator[Case
     inputs = [Values.of(np.asarray(random.standard_normal(shape)), dtype) for shape in _ADDED_SHAPES]
     stays = kept(_ADDED_SHAPES[0], _THRESHOLD, 2**35 + 7, 5)
     yield _case(
-        f"k = Kept(); y0 = Where(k, {_ADDED}, 0); y2 = Where(k, 1.5, -1.5e0)",
-        lambda *given: [np.where(stays, _sum(*given)[0], 0.0), np.zeros(0), np.where(stays, 1.5, -1.5)],
+        f"k = Kept(); y0 = Where(k, {_ADDED}, 0); y1 = Where(k, 0.25, x0); y2 = Where(k, 1.5, -1.5e0)",
+        lambda *given: [
+            np.where(stays, _sum(*given)[0], 0.0),
+            np.where(stays, 0.25, given[0]),
+            np.where(stays, 1.5, -1.5),
+        ],
         [*inputs, int64s(2**35 + 7), int64s([3])],
         dtype,
         {"dropout_threshold": _THRESHOLD, "draw": 2},
