@@ -137,13 +137,16 @@ def test_graphs_of_any_size() -> None:
     shapes = (({0: "nodes"}, {1: "edges"}, {0: "edges"}), ({0: "nodes"},))
     session = trains_like_torch(seeded(OfGraphs), F.mse_loss, graphs, dynamic_shapes=shapes)
     (x, edges, weights), targets = graphs[0]
-    for moved in (edges + 1, edges - 1):
+    for axis, place in ((0, -1), (1, -1), (0, NODES), (1, NODES)):
+        moved = edges.clone()
+        moved[axis, 0] = place
         with pytest.raises(ModelError, match=r"out of|index"):
             session.step((x.numpy(), moved.numpy(), weights.numpy()), targets[0].numpy())
 
 
 def of_elements(a: Tensor, x: Tensor) -> Tensor:
-    return (a * x[0, 0]) @ x
+    product: Tensor = (a * x[0, 0]) @ x
+    return product
 
 
 def without_a_size(a: Tensor, x: Tensor) -> Tensor:
@@ -189,7 +192,7 @@ def test_a_sparse_matrix_in_the_batch_is_refused() -> None:
             self.first = nn.Linear(4, 3)
 
         def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
-            return torch.spmm(matrix, self.first(x))  # type: ignore[no-any-return]
+            return torch.spmm(matrix, self.first(x))
 
     x, y = batches()[0]
     with pytest.raises(ExportError, match=r"hold 'matrix', which is torch.sparse_coo; expected a dense tensor: keep a"):

@@ -127,7 +127,7 @@ def product(first: Any, second: Any) -> Tensor:
         raise RuntimeError(f"a matrix with {first.shape[1]} columns times one with {second.shape[0]} rows")
     if second.dim() == 1:
         return product(first, second.unsqueeze(1)).squeeze(1)
-    parts = second.index_select(0, first.columns) * first.elements.unsqueeze(1)
+    parts: Tensor = second.index_select(0, first.columns) * first.elements.unsqueeze(1)
     return parts.new_zeros((first.shape[0], second.shape[1])).index_add(0, first.rows, parts)
 
 
