@@ -1,13 +1,9 @@
-"""Measures what one operator for all elementwise work between matrix products could gain in training steps, at most.
+"""Measures what one pass over memory for chains of elementwise nodes gains in whole training steps.
 
-    python benchmarks/pointwise.py [--only NAME] [--out FILE]
+    python benchmarks/pointwise.py [--only NAME] [--threads N] [--out FILE]
 
-Each step is exported with AdamW and fused, and run by `gradfuse.TrainingSession` under onnxruntime's profiler. In the
-graph that onnxruntime makes of it, elementwise nodes whose results have as many elements as those of a neighbour form
-regions, and a reduction of a region's result ends it. A node counts as the least of its times, since other processes
-only add to them. One pass over a region would read what the region does not compute, and write what others read. The
-ceiling takes that its time falls as its bytes do, and that computing costs nothing. What an interpreter could reach is
-less. Nothing is computed again.
+Each step is exported with AdamW, and compared with itself after the nodes of every `Pointwise` are put back. Both are run
+by `gradfuse.TrainingSession` with the library, in turns with PyTorch.
 
 Prints a table in Markdown, and writes it where --out says so.
 """
@@ -16,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
-import tempfile
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import torch
 import torch.nn.functional as F
@@ -33,15 +27,11 @@ from step_models import MODELS, OPTIMIZERS, Model, Tensors
 from torch import Tensor, nn
 
 import gradfuse
+from gradfuse.custom_ops import functions
+from gradfuse.models.conversion import inline_functions
+from gradfuse.models.tensors import to_mapped_proto
 
-ELEMENTWISE = frozenset(
-    "Abs Add And BiasGelu BitShift BitwiseXor Cast Clip Div Elu Equal Erf Exp FastGelu Gelu GeluBackward Greater "
-    "GreaterOrEqual HardSigmoid IsNaN LeakyRelu Less LessOrEqual Log Max Min Mul Neg Not Or Pow QuickGelu Reciprocal "
-    "Relu Sigmoid Sign Softplus Sqrt Sub Sum Tanh ThresholdBackward Where Xor".split()
-)
-"""Operators that give each element of the result from one of each operand: ONNX's, onnxruntime's and gradfuse's."""
-REDUCTIONS = frozenset(("ReduceSum", "ReduceMean", "ReduceMax"))
-STEPS = 10
+ROUNDS = 15
 
 
 class Rotary(nn.Module):
@@ -112,44 +102,18 @@ STEPS_OF = {
 }
 
 
-@dataclasses.dataclass
-class Node:
-    """A node that ran: milliseconds, bytes of its inputs and outputs by name, and the elements of its first output."""
-
-    operator: str
-    milliseconds: float
-    reads: dict[str, int]
-    writes: dict[str, int]
-    elements: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """Nodes that one pass over memory could compute, their time and bytes, and what the pass would move."""
-
-    operators: tuple[str, ...]
-    milliseconds: float
-    before: int
-    after: int
-
-    @property
-    def saved(self) -> float:
-        """Milliseconds less, at most."""
-        return self.milliseconds * max(0.0, 1 - self.after / self.before)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--only", choices=STEPS_OF)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    lines = [
-        "| step | batch | ms | elementwise | in regions of two and more | could be saved | by which regions most |"
-    ]
-    lines += ["|---|---:|---:|---:|---:|---:|---|"]
+    torch.set_num_threads(options.threads)
+    lines = ["| step | batch | chains, of nodes | nodes, ms | chains, ms | gain | PyTorch, ms |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
     for name, (model, size) in STEPS_OF.items():
         if options.only in (None, name):
-            lines.append(row(model, size))
+            lines.append(row(model, size, options.threads))
             print(lines[-1], flush=True)
     text = "\n".join(lines) + "\n"
     print(text)
@@ -157,129 +121,59 @@ def main() -> None:
         options.out.write_text(text, encoding="utf-8")
 
 
-def row(model: Model, size: int) -> str:
-    """The shares of a step, as a row of the table."""
+def row(model: Model, size: int, threads: int) -> str:
+    """The times of a step, as a row of the table."""
     torch.manual_seed(0)
     module, batch = model.module(), model.batch(size)
     optimizer = OPTIMIZERS["adamw"](module.parameters())
     step = gradfuse.export_training_step(module, model.loss, batch, optimizer=optimizer, verify="quick")
-    nodes, outputs = run(step, as_arrays(batch))
-    total = math.fsum(node.milliseconds for node in nodes)
-    found = regions(nodes, outputs)
-    shares = [
-        math.fsum(node.milliseconds for node in nodes if node.operator in ELEMENTWISE),
-        math.fsum(region.milliseconds for region in found),
-        math.fsum(region.saved for region in found),
-    ]
-    alike: defaultdict[tuple[str, ...], float] = defaultdict(float)
-    for region in found:
-        alike[region.operators] += region.saved
-    best = sorted(alike.items(), key=lambda pair: -pair[1])[:3]
-    described = "; ".join(f"{spelled(key)} ({100 * saved / total:.1f} %)" for key, saved in best)
-    return (
-        f"| {model.title} | {size} | {total:.0f} | "
-        + " | ".join(f"{100 * s / total:.1f} %" for s in shares)
-        + f" | {described} |"
-    )
+    assert step.report is not None
+    chains = [fusion for fusion in step.report.fusions if fusion.op == "Pointwise"]
+    arrays = as_arrays(batch)
+    inputs, targets = batch
+
+    def eager() -> None:
+        optimizer.zero_grad()
+        model.loss(module(*inputs), *targets).backward()
+        optimizer.step()
+
+    ways = [stepper(plain(step), arrays, threads), stepper(step, arrays, threads), eager]
+    seconds = timed(ways)
+    ratios = [one / other for one, other in zip(seconds[0], seconds[1], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    times = [f"{1e3 * statistics.median(one):.1f}" for one in seconds]
+    replaced = sum(len(fusion.replaced) for fusion in chains)
+    gain = f"{middle:.3f} ({low:.3f} to {high:.3f})"
+    return f"| {model.title} | {size} | {len(chains)} of {replaced} | {times[0]} | {times[1]} | {gain} | {times[2]} |"
 
 
-def spelled(operators: Sequence[str]) -> str:
-    """Operators as a cell of the table: how many of them, and the first few."""
-    few = " + ".join(operators[:6])
-    return few if len(operators) <= 6 else f"{few} and {len(operators) - 6} more"
+def plain(step: gradfuse.TrainingStep) -> gradfuse.TrainingStep:
+    """The step with the nodes of its chains in their place."""
+    model: ir.Model = ir.from_proto(step.model)
+    inline_functions(model, lambda function: function.name == "Pointwise")
+    functions.attach(model)
+    return dataclasses.replace(step, model=to_mapped_proto(model))
 
 
-def run(step: gradfuse.TrainingStep, arrays: Any) -> tuple[list[Node], set[str]]:
-    """The nodes of the graph that onnxruntime makes of a step, in its order, and the names of the graph's outputs."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.enable_profiling = True
-        options.profile_file_prefix = f"{folder}/step"
-        options.optimized_model_filepath = f"{folder}/step.onnx"
-        options.log_severity_level = 3  # An optimized model is for this machine alone, says a warning.
-        gradfuse.register(options)
-        session = gradfuse.TrainingSession(step, session_options=options)
-        for _ in range(STEPS):
-            session.step(*arrays)
-        del session  # It writes the profile.
-        graph = onnx.load(f"{folder}/step.onnx", load_external_data=False).graph
-        (profile,) = Path(folder).glob("*.json")
-        events = json.loads(profile.read_text())
-    times: dict[str, float] = {}
-    arguments: dict[str, Mapping[str, Any]] = {}
-    for event in events:
-        name = event["name"].removesuffix("_kernel_time")
-        if event.get("cat") == "Node" and name != event["name"]:
-            times[name] = min(event["dur"] / 1e3, times.get(name, math.inf))
-            arguments[name] = event["args"]
-    nodes = []
-    for node in graph.node:
-        if node.name not in times:
-            continue
-        reads, writes = (arguments[node.name][f"{side}_type_shape"] for side in ("input", "output"))
-        present = [[name for name in names if name] for names in (node.input, node.output)]
-        sizes = [
-            dict(zip(names, map(num_bytes, side), strict=False))
-            for names, side in zip(present, (reads, writes), strict=True)
-        ]
-        elements = math.prod(next(iter(writes[0].values()))) if writes else 0
-        nodes.append(Node(node.op_type, times[node.name], sizes[0], sizes[1], elements))
-    return nodes, {output.name for output in graph.output}
+def stepper(step: gradfuse.TrainingStep, arrays: Any, threads: int) -> Callable[[], object]:
+    """Runs one step in a session of its own."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    gradfuse.register(options)
+    session = gradfuse.TrainingSession(step, session_options=options)
+    return lambda: session.step(*arrays)
 
 
-BYTES = {"bool": 1, "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int64": 8, "uint64": 8, "double": 8}
-
-
-def num_bytes(tensor: Mapping[str, Sequence[int]]) -> int:
-    """Bytes of a tensor as the profile writes it: its type with its shape."""
-    ((dtype, shape),) = tensor.items()
-    return BYTES.get(dtype, 4) * math.prod(shape)
-
-
-def regions(nodes: Sequence[Node], outputs: set[str]) -> list[Region]:
-    """Connected sets of two or more elementwise nodes of the same number of elements, with reductions at their ends.
-
-    Each can be one node: no way leaves it and comes in again. For that, nodes join those before them only where no way
-    to them has more edges that join nothing.
-    """
-    producer = {name: index for index, node in enumerate(nodes) for name in node.writes}
-    readers: defaultdict[str, list[int]] = defaultdict(list)
-    depth = [0] * len(nodes)
-    region = list(range(len(nodes)))
-    for index, node in enumerate(nodes):
-        above = [producer[name] for name in node.reads if name in producer]
-        depth[index] = max((depth[one] + (not joins(nodes[one], node)) for one in above), default=0)
-        for name in node.reads:
-            readers[name].append(index)
-        for one in above:
-            if joins(nodes[one], node) and depth[one] == depth[index]:
-                old, new = region[index], region[one]
-                region = [new if each == old else each for each in region]
-    members: defaultdict[int, list[int]] = defaultdict(list)
-    for index, number in enumerate(region):
-        members[number].append(index)
-    return [joined(nodes, group, readers, outputs) for group in members.values() if len(group) > 1]
-
-
-def joins(first: Node, second: Node) -> bool:
-    """Whether the second of two nodes, which reads the first, can be in one pass with it."""
-    if first.operator not in ELEMENTWISE or first.elements <= 1:
-        return False
-    return second.operator in REDUCTIONS or (second.operator in ELEMENTWISE and second.elements == first.elements)
-
-
-def joined(
-    nodes: Sequence[Node], group: Sequence[int], readers: Mapping[str, Sequence[int]], outputs: set[str]
-) -> Region:
-    """What a set of nodes moves, and what one pass over it would."""
-    inside = set(group)
-    made = {name: size for index in group for name, size in nodes[index].writes.items()}
-    read = {name: size for index in group for name, size in nodes[index].reads.items() if name not in made}
-    kept = [size for name, size in made.items() if name in outputs or not inside.issuperset(readers.get(name, ()))]
-    before = sum(sum(nodes[index].reads.values()) + sum(nodes[index].writes.values()) for index in group)
-    milliseconds = math.fsum(nodes[index].milliseconds for index in group)
-    return Region(tuple(nodes[index].operator for index in group), milliseconds, before, sum(read.values()) + sum(kept))
+def timed(ways: list[Callable[[], object]]) -> list[list[float]]:
+    """Seconds of each way in each round; they take turns."""
+    seconds: list[list[float]] = [[] for _ in ways]
+    for round_ in range(ROUNDS + 2):
+        for way, found in zip(ways, seconds, strict=True):
+            begin = time.perf_counter()
+            way()
+            if round_ > 1:
+                found.append(time.perf_counter() - begin)
+    return seconds
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from gradfuse.custom_ops import (
     matmul_n_bits_backward,
     max_pool_backward,
     mse_loss_backward,
+    pointwise,
     scaled_dot_product_attention,
     scaled_dot_product_attention_backward,
     scaled_masked_softmax_backward,
@@ -79,6 +80,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             scaled_dot_product_attention,
             scaled_dot_product_attention_backward,
             linear_cross_entropy,
+            pointwise,
         )
     }
 )

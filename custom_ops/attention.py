@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from onnx import TensorProto
@@ -16,7 +15,6 @@ from gradfuse.custom_ops.operator import (
     Tensor,
     Variant,
     computed_type,
-    show,
     type_string,
 )
 
@@ -96,10 +94,7 @@ def sizes(call: Call) -> dict[str, Dim]:
         raise call.error("query", f"of H {heads}", f"a multiple of key's G {groups}")
     _check_mask(call, found)
     _check_types(call)
-    for name in ("seed", "drawn"):
-        shape = call.inputs[name].shape if name in call.inputs else None
-        if shape is not None and shape not in ((), (1,), (None,)) and not isinstance(shape[0], str):
-            raise call.error(name, f"of shape {show(shape)}", "shape () or (1)")
+    call.one_element("seed", "drawn")
     return found
 
 
@@ -269,20 +264,8 @@ def dropped(variant: Variant, source: str, result: str) -> str:
     """Nodes that multiply numbers for all probabilities by what the dropout makes of 1: 0 or more than 1."""
     if "dropout" not in variant.choices:
         return f"{result} = Identity({source})\n"
-    before = "Identity(drawn)" if "drawn" in variant.inputs else "Identity(zero)"
-    kept = draws.KEPT.replace("@layer", "@draw").replace("@threshold", "@dropout_threshold")
-    # Those nodes have names of their own, as those of these bodies are others.
-    names = "|".join(re.findall(r"^ *(\w+) = ", kept, re.MULTILINE))
-    kept = re.sub(rf"\b({names}|input|before)\b", r"hash_\1", kept)
-    if variant.opset < _BITWISE_OPSET:
-        for index, shift in enumerate(draws.SHIFTS):
-            by_operator = f"hash_mixed_{index} = BitwiseXor(hash_bits_{index}, hash_high_{index})"
-            assert by_operator in kept
-            kept = kept.replace(by_operator, _mixed(index, shift))
     return f"""
-        hash_input = Identity(scores)
-        hash_before = {before}
-        {kept}
+        {draws.hash_kept("scores", variant.inputs, variant.opset)}
         drawn_range = Constant<value_float={float(THRESHOLD_END)}>()
         real_range = Cast<to=$real>(drawn_range)
         real_limit = Cast<to=$real>(hash_limit)
@@ -291,36 +274,4 @@ def dropped(variant: Variant, source: str, result: str) -> str:
         dropped_to = Sub(real_range, real_range)
         gains = Where(hash_kept, gain, dropped_to)
         {result} = Mul({source}, gains)
-    """
-
-
-_BITWISE_OPSET = 18
-
-
-def _mixed(index: int, shift: int) -> str:
-    """The exclusive or of 32-bit words and themselves shifted to the right, bit by bit, for older opsets."""
-    places = ", ".join(map(str, range(32)))
-    powers = ", ".join(str(2**place) for place in range(32))
-    return f"""
-        places_{index} = Constant<value=uint32[32] {{{places}}}>()
-        column_{index} = Unsqueeze(hash_bits_{index}, one)
-        places_down_{index} = BitShift<direction="RIGHT">(column_{index}, places_{index})
-        two_{index} = Constant<value=uint32 {{2}}>()
-        lowest_{index} = Mod(places_down_{index}, two_{index})
-        is_set_{index} = Cast<to=9>(lowest_{index})
-        from_{index} = Constant<value_ints=[{shift}]>()
-        to_{index} = Constant<value_ints=[32]>()
-        high_part_{index} = Slice(is_set_{index}, from_{index}, to_{index}, one)
-        padding_shape_{index} = Constant<value_ints=[{shift}]>()
-        line_shape_{index} = Shape(hash_bits_{index})
-        padding_whole_{index} = Concat<axis=0>(line_shape_{index}, padding_shape_{index})
-        zeros_{index} = ConstantOfShape(padding_whole_{index})
-        padding_{index} = Cast<to=9>(zeros_{index})
-        moved_{index} = Concat<axis=1>(high_part_{index}, padding_{index})
-        differs_{index} = Xor(is_set_{index}, moved_{index})
-        wide_bits_{index} = Cast<to=7>(differs_{index})
-        powers_{index} = Constant<value=int64[32] {{{powers}}}>()
-        weighted_bits_{index} = Mul(wide_bits_{index}, powers_{index})
-        words_{index} = ReduceSum<keepdims=0>(weighted_bits_{index}, one)
-        hash_mixed_{index} = Cast<to=12>(words_{index})
     """

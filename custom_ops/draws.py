@@ -6,6 +6,9 @@ to it.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 WORD = 2**32
 SEED_FACTOR, LAYER_FACTOR = 0x9E3779B1, 0x85EBCA77
 # Rounds of multiplication and xor-shift mix all bits; the high bits of the last product decide.
@@ -110,3 +113,56 @@ def _alone(text: str) -> str:
 
 
 MASK, UNIFORM = _alone(MASK_AFTER), _alone(UNIFORM_AFTER)
+
+
+def hash_kept(like: str, inputs: Sequence[str], opset: int) -> str:
+    """Nodes that compute `hash_kept`, of the shape of `like`: which elements the dropout of an operator keeps.
+
+    The operator has the attributes draw and dropout_threshold and the input seed, and drawn where `inputs` have it. The
+    nodes read `zero` and `one`, which are [0] and [1]; all that they compute has names that begin with `hash_`.
+    """
+    kept = KEPT.replace("@layer", "@draw").replace("@threshold", "@dropout_threshold")
+    names = "|".join(re.findall(r"^ *(\w+) = ", kept, re.MULTILINE))
+    kept = re.sub(rf"\b({names}|input|before)\b", r"hash_\1", kept)
+    if opset < _BITWISE_OPSET:
+        for index, shift in enumerate(SHIFTS):
+            by_operator = f"hash_mixed_{index} = BitwiseXor(hash_bits_{index}, hash_high_{index})"
+            assert by_operator in kept
+            kept = kept.replace(by_operator, _mixed(index, shift))
+    return f"""
+        hash_input = Identity({like})
+        hash_before = Identity({"drawn" if "drawn" in inputs else "zero"})
+        {kept}
+    """
+
+
+_BITWISE_OPSET = 18
+
+
+def _mixed(index: int, shift: int) -> str:
+    """The exclusive or of 32-bit words and themselves shifted to the right, bit by bit, for older opsets."""
+    places = ", ".join(map(str, range(32)))
+    powers = ", ".join(str(2**place) for place in range(32))
+    return f"""
+        places_{index} = Constant<value=uint32[32] {{{places}}}>()
+        column_{index} = Unsqueeze(hash_bits_{index}, one)
+        places_down_{index} = BitShift<direction="RIGHT">(column_{index}, places_{index})
+        two_{index} = Constant<value=uint32 {{2}}>()
+        lowest_{index} = Mod(places_down_{index}, two_{index})
+        is_set_{index} = Cast<to=9>(lowest_{index})
+        from_{index} = Constant<value_ints=[{shift}]>()
+        to_{index} = Constant<value_ints=[32]>()
+        high_part_{index} = Slice(is_set_{index}, from_{index}, to_{index}, one)
+        padding_shape_{index} = Constant<value_ints=[{shift}]>()
+        line_shape_{index} = Shape(hash_bits_{index})
+        padding_whole_{index} = Concat<axis=0>(line_shape_{index}, padding_shape_{index})
+        zeros_{index} = ConstantOfShape(padding_whole_{index})
+        padding_{index} = Cast<to=9>(zeros_{index})
+        moved_{index} = Concat<axis=1>(high_part_{index}, padding_{index})
+        differs_{index} = Xor(is_set_{index}, moved_{index})
+        wide_bits_{index} = Cast<to=7>(differs_{index})
+        powers_{index} = Constant<value=int64[32] {{{powers}}}>()
+        weighted_bits_{index} = Mul(wide_bits_{index}, powers_{index})
+        words_{index} = ReduceSum<keepdims=0>(weighted_bits_{index}, one)
+        hash_mixed_{index} = Cast<to=12>(words_{index})
+    """

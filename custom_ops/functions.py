@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from gradfuse.custom_ops import OPS
@@ -154,4 +155,9 @@ def _declared(value: ir.Value) -> Tensor:
 
 def _overload(variant: Variant) -> str:
     """A name for a variant: the same for the same variant, whatever else the model holds."""
-    return "_".join([*sorted(variant.choices), "of", *variant.inputs])
+    return "_".join([*(_label(choice) for choice in sorted(variant.choices)), "of", *variant.inputs])
+
+
+def _label(choice: str) -> str:
+    """A choice in the name of a variant: itself, or the first digits of its hash where it is longer than a word."""
+    return choice if choice.isidentifier() else sha256(choice.encode()).hexdigest()[:16]

@@ -108,6 +108,13 @@ class Call:
             found = tuple(self.same(name, f"dimension {axis}", *pair) for axis, pair in pairs)
         return found
 
+    def one_element(self, *names: str) -> None:
+        """Refuse inputs that are there but are not one element, of rank 0 or 1."""
+        for name in names:
+            shape = self.inputs[name].shape if name in self.inputs else None
+            if shape and (len(shape) > 1 or (isinstance(shape[0], int) and shape[0] != 1)):
+                raise self.error(name, f"of shape {show(shape)}", "shape () or (1)")
+
     def flag(self, name: str) -> None:
         """Refuse an integer attribute that is neither 0 nor 1."""
         if self.attributes[name] not in (0, 1):
@@ -121,7 +128,7 @@ class Variant:
     Attributes:
         opset: the version of the default domain which the body is to use.
         inputs: the names of the inputs that the node has, in order.
-        choices: what the operator reads from attributes and types, as words ("mean", "double", ...).
+        choices: what the operator reads from attributes and types: words ("mean", "double", ...), or a text.
     """
 
     opset: int
@@ -253,7 +260,7 @@ class Operator:
         inputs, outputs, attributes: in the order of the schema.
         constraints: type variable -> ONNX type strings it may stand for; ``T`` is the type of the outputs.
         infer: gives the outputs' types and shapes, raises :class:`gradfuse.ArgumentError` for what contradicts.
-        choices: the words which decide the text of the body, besides the inputs that are there.
+        choices: the words or texts which decide the text of the body, besides the inputs that are there.
         body: gives the body as ONNX text; ``$real`` is the number and ``$real_type`` the name of the type that it
             computes in.
         torch_op: the operator in PyTorch.

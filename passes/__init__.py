@@ -13,6 +13,7 @@ from gradfuse.passes.matching import FusePass
 from gradfuse.passes.max_pool_backward import FuseMaxPoolBackwardPass
 from gradfuse.passes.mse_loss_backward import FuseMseLossBackwardPass
 from gradfuse.passes.pipeline import default_pipeline
+from gradfuse.passes.pointwise import FusePointwisePass
 from gradfuse.passes.recompute import Recomputation, RecomputePass
 from gradfuse.passes.report import ExporterBug, Fusion, NearMiss, Report
 from gradfuse.passes.scaled_dot_product_attention import FuseScaledDotProductAttentionPass
@@ -34,6 +35,7 @@ __all__ = [
     "FuseMaxPoolBackwardPass",
     "FuseMseLossBackwardPass",
     "FusePass",
+    "FusePointwisePass",
     "FuseScaledDotProductAttentionBackwardPass",
     "FuseScaledDotProductAttentionPass",
     "FuseScaledMaskedSoftmaxBackwardPass",

@@ -14,6 +14,7 @@ from gradfuse.passes.algebra import UNIT, Poly
 from gradfuse.passes.matching import (
     TOLERANCE,
     Builder,
+    Context,
     FusePass,
     Mismatch,
     Rewrite,
@@ -23,10 +24,12 @@ from gradfuse.passes.matching import (
     require_same,
     wanted_outputs,
 )
+from gradfuse.passes.matching.regrouping import regrouped
 from gradfuse.passes.reading import is_float
 
 _CANDIDATES = 16  # that are tried
 _ROWS = 4  # forms of a deviation
+_NEAR = 24  # values between a sum and a product with it
 _STEPS = 3  # from a gradient to what is summed
 _WITH_MEAN, _WITHOUT = "LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"
 
@@ -46,6 +49,25 @@ class FuseLayerNormBackwardPass(FusePass):
     linear = False
     training_operators = ("InvertibleLayerNormalizationGrad",)
 
+    def _replaced(self, context: Context, site: Site, root: ir.Value) -> Sequence[ir.Node]:
+        """Replaces the root, or two terms of it where that is a sum: in a network of residual sums, of more gradients.
+
+        What stays of the sum is read by what has read it.
+        """
+        missed = len(self.near_misses)
+        dead = super()._replaced(context, site, root)
+        if dead or root not in site.position or root not in normalizing.with_reduction(site):
+            return dead
+        found = len(self.near_misses)
+        for way in regrouped(site, root, partial(_may_be_gradient, site)):
+            dead = super()._replaced(context, site, way.pair)
+            if dead:
+                del self.near_misses[missed:]
+                return dead
+            way.undo()
+            del self.near_misses[found:]
+        return ()
+
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
         if is_node_of_training(node, _WITH_MEAN) or is_node_of_training(node, _WITHOUT):
@@ -54,12 +76,35 @@ class FuseLayerNormBackwardPass(FusePass):
             return None
         if not 1 <= len(site.extents(root)) <= MAX_RANK:
             return None
-        if root not in normalizing.with_reduction(site):
+        if normalizing.with_reduction(site).isdisjoint([root, *node.inputs]):
             return None
         found = itertools.chain.from_iterable(_candidates(site, region) for region in _regions(site, root))
         possible = (parts for one in found for parts in _parts(site, one))
         tried = [partial(_bound, site, builder, parts) for parts in itertools.islice(possible, _CANDIDATES)]
         return self.first_bound(builder, tried)
+
+
+def _may_be_gradient(site: Site, first: ir.Value, second: ir.Value) -> bool:
+    """Whether one of two terms of a sum may come through the sums of a normalization, and the other not."""
+    return _is_near_sum(site, first) != _is_near_sum(site, second)
+
+
+def _is_near_sum(site: Site, value: ir.Value) -> bool:
+    """Whether arithmetic makes a value of a sum, without sums of tensors of its own shape on the way."""
+    todo, seen = [value], {value}
+    whole = site.extents(value) if site.knows(value) else []
+    for own in todo:
+        node = own.producer()
+        if node is None or len(todo) > _NEAR:
+            continue
+        if normalizing.reduced(site, node) is not None:
+            return True
+        if node.op_type in ("Add", "Sum", "Sub") and site.knows(own) and site.extents(own) == whole:
+            continue
+        new = [one for one in normalizing.operands(site, node) or () if one is not None and one not in seen]
+        seen.update(new)
+        todo += new
+    return False
 
 
 def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:

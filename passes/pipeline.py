@@ -22,17 +22,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
+from gradfuse.custom_ops.pointwise import OPERATOR as POINTWISE
 from gradfuse.errors import ArgumentError
 from gradfuse.passes.diagnosis import FindExporterBugsPass, FindUnmatchedPass
 from gradfuse.passes.matching import Context, ContextPass, FusePass, Policy
+from gradfuse.passes.pointwise import FusePointwisePass
 from gradfuse.passes.progress import Progress
 from gradfuse.passes.report import Report
+
+_POINTWISE = POINTWISE.name
 
 
 class Pipeline(ir.passes.PassManager):
@@ -62,6 +66,9 @@ def default_pipeline(
     only: Collection[str] | None = None,
     skip: Collection[str] | None = None,
     progress: Progress | None = None,
+    *,
+    pointwise: bool = False,
+    sizes: Mapping[str, int] | None = None,
 ) -> Pipeline:
     """The passes that `gradfuse.fuse` runs, in order.
 
@@ -70,6 +77,8 @@ def default_pipeline(
         only: names of the operators to fuse; all that have rules if None.
         skip: names of operators to leave alone.
         progress: called regularly with what is being done, how many nodes are done, and how many there are.
+        pointwise: whether to fuse chains of elementwise nodes, too, when all else is fused.
+        sizes: symbolic dimension -> the size that chains count it as; see `FusePointwisePass`.
 
     Raises:
         ArgumentError: an unknown policy or operator.
@@ -77,12 +86,19 @@ def default_pipeline(
     if policy not in ("profitable", "all"):
         raise ArgumentError(f"fuse: policy is {policy!r}; expected 'profitable' or 'all'")
     passes = _passes()
+    known = (*passes, _POINTWISE)
     for argument, names in (("only", only), ("skip", skip)):
         for name in names or ():
-            if name not in passes:
-                raise ArgumentError(f"fuse: {argument} is {name!r}; expected one of {', '.join(passes)}")
-    chosen = [step for op, step in passes.items() if (not only or op in only) and op not in (skip or ())]
-    return Pipeline([*(step(policy) for step in chosen), FindExporterBugsPass()], progress)
+            if name not in known:
+                raise ArgumentError(f"fuse: {argument} is {name!r}; expected one of {', '.join(known)}")
+    if only:
+        pointwise = _POINTWISE in only
+    steps: list[ContextPass] = [
+        step(policy) for op, step in passes.items() if (not only or op in only) and op not in (skip or ())
+    ]
+    if pointwise and _POINTWISE not in (skip or ()):
+        steps.append(FusePointwisePass(policy, sizes))
+    return Pipeline([*steps, FindExporterBugsPass()], progress)
 
 
 def explaining_pipeline() -> Pipeline:
@@ -96,7 +112,7 @@ def _passes() -> dict[str, type[FusePass]]:
     found: dict[str, type[FusePass]] = {}
     for name, operator in custom_ops.OPS.items():
         module = f"{__package__}.{operator.stem}"
-        if importlib.util.find_spec(module) is not None:
+        if name != _POINTWISE and importlib.util.find_spec(module) is not None:
             found[name] = getattr(importlib.import_module(module), f"Fuse{name}Pass")
     return dict(sorted(found.items(), key=lambda item: item[1].order))
 

@@ -125,7 +125,10 @@ class RecomputePass(ir.passes.InPlacePass):
     Nodes that draw numbers without a seed, or have subgraphs, are not run twice.
 
     Args:
-        budget: bytes as an integer, a text such as "512MiB", or a share above 0 and up to 1 of what the step takes.
+        budget: bytes as an integer, a text such as "512MiB", or a share above 0 and up to 1 of what the step takes. Or
+            names of values -> the part of the forward pass that they belong to: each part is computed again from what
+            it reads of others, as what `torch.utils.checkpoint` wraps, but for part 0. Other values go by their
+            readers. If that saves nothing, or bits would be others, nothing is recomputed.
         sizes: symbolic dimension of the inputs -> its size.
         loss: the name of the output that the gradients differentiate.
         feeds: input -> the array to run the step on; by default floats are random, and integers 0.
@@ -143,7 +146,7 @@ class RecomputePass(ir.passes.InPlacePass):
 
     def __init__(
         self,
-        budget: int | float | str,
+        budget: int | float | str | Mapping[str, int],
         sizes: Mapping[str, int] | None = None,
         loss: str = "loss",
         who: str = "",
@@ -153,7 +156,8 @@ class RecomputePass(ir.passes.InPlacePass):
     ) -> None:
         super().__init__()
         self._who = who or type(self).__name__
-        self._budget = parse_budget(budget, self._who)
+        self._wrapped = dict(budget) if isinstance(budget, Mapping) else None
+        self._budget = 1.0 if isinstance(budget, Mapping) else parse_budget(budget, self._who)
         self._sizes, self._loss = dict(sizes or {}), loss
         self._feeds, self._as_run = dict(feeds or {}), as_run or (lambda model: model)
         self.report: Recomputation | None = None
@@ -175,6 +179,8 @@ class RecomputePass(ir.passes.InPlacePass):
         plain, before = self._observed(model, feeds, known)
         budget = int(self._budget * before) if isinstance(self._budget, float) else self._budget
         self.report = Recomputation(budget, before, before, 0, 0.0)
+        if self._wrapped is not None:
+            return ir.passes.PassResult(model, self._recomputes_wrapped(model, plain, before, feeds, known))
         if before <= budget:
             return ir.passes.PassResult(model, False)
         asked, least, wrong = budget, before, None
@@ -205,6 +211,31 @@ class RecomputePass(ir.passes.InPlacePass):
             f"{self._who}: memory_budget is {bytes_text(budget)}; "
             f"the least that was found possible is {bytes_text(least)} ({least}){why}"
         )
+
+    def _recomputes_wrapped(
+        self,
+        model: ir.Model,
+        plain: Observed,
+        before: int,
+        feeds: Mapping[str, npt.NDArray[Any]],
+        known: Mapping[str, tuple[int, ...]],
+    ) -> bool:
+        """Recompute what is to be; whether that saves memory."""
+        assert self._wrapped is not None
+        copy = copy_model(model)
+        loss = next(value for value in copy.graph.outputs if value.name == self._loss)
+        steps = _Step(copy.graph, known, loss, _places(copy.graph, plain.model.graph))
+        plan = steps.plan(frozenset(steps.candidates - steps.wrapped(self._wrapped)))
+        if not plan.again:
+            return False
+        _rewrite(copy.graph, steps, plan)
+        now, after = self._observed(copy, feeds, known)
+        if after >= before or any(now.digests[name] != digest for name, digest in plain.digests.items()):
+            return False
+        model.graph = copy.graph
+        count = sum(is_copy for _, is_copy in plan.order)
+        self.report = Recomputation(after, before, after, count, plan.extra / steps.time)
+        return True
 
     def _observed(
         self, model: ir.Model, feeds: Mapping[str, npt.NDArray[Any]], known: Mapping[str, tuple[int, ...]]
@@ -341,6 +372,22 @@ class _Step:
         readers = {use.node for use in self.values[value].uses()}
         early = [node for node in readers if node in self.early]
         return producer is not None and len(readers) > len(early) == 1 and _are_joined(producer, early[0])
+
+    def wrapped(self, parts: Mapping[str, int]) -> set[int]:
+        """Return the candidates that nodes of their own part alone read in the forward pass."""
+        part: dict[ir.Node, int] = {}
+        for index in reversed(self.first):
+            node = self.nodes[index]
+            known = {parts[str(value.name)] for value in node.outputs if value.name in parts}
+            readers = {use.node for value in node.outputs for use in value.uses()} & self.early
+            found = known or {part[reader] for reader in readers}
+            part[node] = found.pop() if len(found) == 1 else 0
+
+        def is_inner(value: int) -> bool:
+            own = part[self.nodes[self.maker[value]]]
+            return own != 0 and all(part[u.node] == own for u in self.values[value].uses() if u.node in self.early)
+
+        return {value for value in self.candidates if is_inner(value)}
 
     def _ancestors(self, value: ir.Value) -> frozenset[int]:
         found: set[int] = set()

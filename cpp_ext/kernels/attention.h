@@ -8,6 +8,7 @@
 #include <string>
 
 #include "gradfuse/signature.h"
+#include "kernels/dropout.h"
 
 // The arguments of the attention kernels, forward and backward.
 namespace gradfuse {
@@ -77,23 +78,6 @@ double AttentionScale(const Args& args) {
   return args.scale == 0 ? 1 / std::sqrt(width) : static_cast<double>(args.scale);
 }
 
-// What dropout makes of an element's random bits: docs/export.md says what they are a hash of.
-struct AttentionDropout {
-  static constexpr uint32_t kFactors[3] = {0x9E3779B1u, 0x21F0AAADu, 0x735A2D97u};
-  static constexpr uint32_t kDrawFactor = 0x85EBCA77u;
-  static constexpr int64_t kRange = int64_t{1} << 31;
-
-  AttentionDropout(int64_t threshold_, int64_t seed, int64_t number)
-      : threshold(static_cast<uint32_t>(threshold_)),
-        // Of the seed's 31 bits, as a remainder that is not negative.
-        key((static_cast<uint32_t>(seed) & 0x7FFFFFFFu) * kFactors[0] + static_cast<uint32_t>(number) * kDrawFactor),
-        gain(static_cast<double>(kRange) / static_cast<double>(kRange - threshold_)) {}
-
-  uint32_t threshold;
-  uint32_t key;
-  double gain;  // of what is kept
-};
-
 namespace internal {
 
 template <class Args>
@@ -106,13 +90,6 @@ Status CheckAttentionMask(const Args& args, const Tensor& mask) {
   }
   GRADFUSE_EXPECT(fits, "attn_mask", Describe(mask),
                   "the last 2 to 4 dimensions of " + Describe(mask.dtype, whole) + ", each in full or 1");
-  return {};
-}
-
-inline Status CheckNumber(const char* name, const std::optional<Tensor>& tensor) {
-  if (!tensor) return {};
-  GRADFUSE_EXPECT(tensor->shape.rank() <= 1 && tensor->NumElements() == 1, name, Describe(*tensor),
-                  "int64() or int64(1)");
   return {};
 }
 
@@ -136,11 +113,8 @@ Status CheckAttention(const Args& args) {
   GRADFUSE_EXPECT(heads_fit, "query", "of H " + std::to_string(query[1]),
                   "a multiple of key's G " + std::to_string(key[1]));
   if (args.attn_mask) GRADFUSE_RETURN_IF_ERROR(internal::CheckAttentionMask(args, *args.attn_mask));
-  GRADFUSE_RETURN_IF_ERROR(internal::CheckNumber("seed", args.seed));
-  GRADFUSE_RETURN_IF_ERROR(internal::CheckNumber("drawn", args.drawn));
   GRADFUSE_EXPECT(args.causal >= 0 && args.causal <= 2, "causal", std::to_string(args.causal), "0, 1 or 2");
-  GRADFUSE_EXPECT(args.dropout_threshold >= 0 && args.dropout_threshold < AttentionDropout::kRange, "dropout_threshold",
-                  std::to_string(args.dropout_threshold), "0 to " + std::to_string(AttentionDropout::kRange - 1));
+  GRADFUSE_RETURN_IF_ERROR(CheckDropout(args));
   GRADFUSE_EXPECT(args.dropout_threshold == 0 || args.seed, "seed", "absent",
                   "a tensor, as dropout_threshold is " + std::to_string(args.dropout_threshold));
   return {};

@@ -59,6 +59,16 @@ void TanhOf(const float* from, int64_t count, float* to) {
   ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR { Store(at, Tanh(d, Load(at, d, from + i)), d, to + i); });
 }
 
+void LogOf(const float* from, int64_t count, float* to) {
+  const hn::ScalableTag<float> d;
+  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR { Store(at, Log(d, Load(at, d, from + i)), d, to + i); });
+}
+
+void ErfOf(const float* from, int64_t count, float* to) {
+  const hn::ScalableTag<float> d;
+  ForEachVector(d, count, [&](int64_t i, auto at) HWY_ATTR { Store(at, Erf(d, Load(at, d, from + i)), d, to + i); });
+}
+
 }  // namespace
 }  // namespace gradfuse::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
@@ -99,10 +109,12 @@ int Run(const std::string& name) {
   if (name == "exp_double") return Filter(GRADFUSE_DISPATCH(ExpOf<double>));
   if (name == "reciprocal_float") return Filter(GRADFUSE_DISPATCH(ReciprocalOf<float>));
   if (name == "reciprocal_double") return Filter(GRADFUSE_DISPATCH(ReciprocalOf<double>));
-  if (name == "log_float") return Filter(GRADFUSE_DISPATCH(LogUpTo3Of<float>));
-  if (name == "log_double") return Filter(GRADFUSE_DISPATCH(LogUpTo3Of<double>));
+  if (name == "log_up_to_3_float") return Filter(GRADFUSE_DISPATCH(LogUpTo3Of<float>));
+  if (name == "log_up_to_3_double") return Filter(GRADFUSE_DISPATCH(LogUpTo3Of<double>));
   if (name == "sigmoid_float") return Filter(GRADFUSE_DISPATCH(SigmoidOf));
   if (name == "tanh_float") return Filter(GRADFUSE_DISPATCH(TanhOf));
+  if (name == "log_float") return Filter(GRADFUSE_DISPATCH(LogOf));
+  if (name == "erf_float") return Filter(GRADFUSE_DISPATCH(ErfOf));
   return 1;
 }
 

@@ -6,7 +6,7 @@ docs/cost-model.md explains the constants and compares the predictions with meas
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -52,8 +52,9 @@ class Cost:
         return f"would take as long as moving {self.equivalent} bytes, for {before.equivalent} now"
 
 
-def cost_of(site: Site, nodes: Sequence[ir.Node]) -> Cost:
-    """The predicted cost of one run of these nodes."""
+def cost_of(site: Site, nodes: Sequence[ir.Node], symbols: Mapping[str, int] | None = None) -> Cost:
+    """The predicted cost of one run of these nodes, with these sizes for symbolic dimensions."""
+    sizes = symbols or {}
     in_float32 = {n for n in nodes if n.domain == "" and n.op_type not in _IN_HALF | VIEWS}
     moved = equivalent = 0.0
     cast: set[ir.Value] = set()
@@ -65,7 +66,7 @@ def cost_of(site: Site, nodes: Sequence[ir.Node]) -> Cost:
         if node.op_type in _FREE and not fused:
             continue
         if not fused:
-            again, delay = _beside_operands(site, node)
+            again, delay = _beside_operands(site, node, sizes)
             moved += again
             equivalent += again + delay
         for value in (*node.inputs, *node.outputs):
@@ -79,35 +80,39 @@ def cost_of(site: Site, nodes: Sequence[ir.Node]) -> Cost:
                 if outside and value not in cast and not _is_constant(value):
                     cast.add(value)
                     each += 2 + 4  # The cast reads two bytes and writes four, or the other way round.
-            count = _elements(site, value)
+            count = _elements(site, value, sizes)
             moved += count * each
             equivalent += count * each
     return Cost(int(moved), int(equivalent))
 
 
-def _beside_operands(site: Site, node: ir.Node) -> tuple[float, float]:
+def _beside_operands(site: Site, node: ir.Node, sizes: Mapping[str, int]) -> tuple[float, float]:
     """What a node moves more than each operand once, and the further time it takes, in bytes."""
     if node.op_type == "Pow":
         exponent = site.forms.constant(node.inputs[1])
         is_small = exponent is not None and exponent.size == 1 and exponent.item() in (2, 3)
-        return 0.0, 0.0 if is_small else POWER * _elements(site, node.outputs[0])
+        return 0.0, 0.0 if is_small else POWER * _elements(site, node.outputs[0], sizes)
     updates = node.inputs[2] if node.op_type in {"ScatterElements", "ScatterND"} else None
     if updates is None or updates.dtype is None:
         return 0.0, 0.0
-    count = _elements(site, updates)
+    count = _elements(site, updates, sizes)
     # A reduction reads the elements that it updates once more.
     again = 0.0 if attribute(node, "reduction", "none") == "none" else count * updates.dtype.itemsize
     return again, SCATTERED * count if node.op_type == "ScatterElements" else 0.0
 
 
-def _elements(site: Site, value: ir.Value) -> float:
-    """The number of elements of a value, with the assumed size for symbolic dimensions."""
+def _elements(site: Site, value: ir.Value, sizes: Mapping[str, int]) -> float:
+    """The number of elements of a value, with the assumed size for symbolic dimensions without one."""
+    atoms = site.algebra.atoms
     count = 1.0
     if site.knows(value):
         for size in site.extents(value):
-            count *= sum(c * ASSUMED_DIM ** sum(int(e) for _, e in m) for m, c in size.terms.items())
+            count *= sum(
+                c * math.prod(sizes.get(str(atoms[a].args[0]), ASSUMED_DIM) ** int(e) for a, e in m)
+                for m, c in size.terms.items()
+            )
     elif value.shape is not None:
-        count = math.prod(d if isinstance(d, int) else ASSUMED_DIM for d in value.shape)
+        count = math.prod(d if isinstance(d, int) else sizes.get(str(d.value), ASSUMED_DIM) for d in value.shape)
     return count
 
 

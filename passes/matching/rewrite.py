@@ -37,6 +37,9 @@ class Rewrite:
     """Those of the frontier that count something: whole numbers from 0 on, of any type."""
     positive: frozenset[ir.Value] = frozenset()
     """Those of the frontier that are above 0."""
+    independent: bool = False
+    """Whether the original is operator for operator what the fused nodes compute of the frontier, which may be any
+    numbers, whatever computes them: its test needs few."""
     elementwise: bool = False
     """Whether all that is computed is elementwise, in float32, on tensors of the root's shape and on single numbers."""
     runs: frozenset[ir.Node] = frozenset()

@@ -343,6 +343,8 @@ def _free(site: Site, rewrite: Rewrite) -> frozenset[ir.Value]:
 
     Where the root also reads what one of them is computed from, that is given in its place.
     """
+    if rewrite.independent:
+        return frozenset(rewrite.frontier)
     filled = {*rewrite.ends, *rewrite.counts, *rewrite.positive}
     found = set(rewrite.frontier)
     # A graph may compute one of them twice. What is equal is filled with the same numbers, if these may be any.

@@ -76,7 +76,7 @@ class Samples:
         base, other = (self._base(d) for d in _DIMS)
         # Of targets there may be no more than rows, whichever symbol comes first.
         bases = list(dict.fromkeys((base, tuple(sorted(base, reverse=True)), (_DIMS[0][0],) * count)))
-        if self.region.rewrite.linear:
+        if self.region.rewrite.linear or self.region.rewrite.independent:
             yield from (Sample(sizes, "normal", seed) for seed, sizes in enumerate((*bases, other)))
             yield from (Sample((n,) * count, "normal", 30 + n) for n in (1, 2) if count)
             return
@@ -224,7 +224,8 @@ class Samples:
     def _decisive(self, dtype: np.dtype[Any]) -> list[int]:
         """Integers for which conditions of the graph may hold, and others for which they may not."""
         limits = np.iinfo(dtype)
-        found = {0, 1, *(int(a.flat[0]) for a in self._single_integers())}
+        singles = [int(a.flat[0]) for a in self._single_integers()]
+        found = {0, 1, *(n + step for n in singles for step in (-1, 0, 1))}
         return sorted(n for n in found if limits.min <= n <= limits.max)
 
     def _tests(self, number: int) -> bool:

@@ -93,6 +93,11 @@ class Forms(KnownForms):
         for k, node in enumerate(nodes):
             self._order[node] = (*same, last - 1, k)
 
+    def read(self, node: ir.Node, anchor: ir.Node) -> None:
+        """Find the forms of a new node that stands right before another."""
+        self.place([node], anchor)
+        self._read(node)
+
     def order(self, node: ir.Node) -> tuple[int, ...]:
         """What nodes of the graph are sorted by."""
         return self._order[node]

@@ -494,8 +494,8 @@ class _Applied:
 
 
 @contextlib.contextmanager
-def checkpoints_replaced() -> Iterator[None]:
-    """Let `torch.utils.checkpoint` call functions as if there were none."""
+def checkpoints_replaced(around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Let `torch.utils.checkpoint` call functions as if there were none, in a context that is made of the arguments."""
     from torch.utils import checkpoint
 
     module: Any = checkpoint
@@ -504,10 +504,11 @@ def checkpoints_replaced() -> Iterator[None]:
     class Called:
         @staticmethod
         def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            return function(*args)
+            with around(args):
+                return function(*args)
 
     def generator(function: Any, preserve_rng_state: Any, context_fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with context_fn()[0] if context_fn is not None else contextlib.nullcontext():
+        with context_fn()[0] if context_fn is not None else contextlib.nullcontext(), around((args, kwargs)):
             yield
 
     module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Called, generator

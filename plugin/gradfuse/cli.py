@@ -154,6 +154,7 @@ def commands() -> None:
     show_default=True,
     help="profitable never adds memory traffic; all takes every legal match.",
 )
+@click.option("--pointwise", is_flag=True, help="Fuse chains of elementwise nodes, too.")
 @click.option(
     "--check", "runs", type=click.IntRange(min=0), default=0, metavar="K", help="Compare IN and OUT in K runs."
 )
@@ -174,6 +175,7 @@ def fuse(
     only: tuple[str, ...],
     skip: tuple[str, ...],
     policy: Literal["profitable", "all"],
+    pointwise: bool,
     runs: int,
     no_bodies: bool,
     report_path: str | None,
@@ -197,7 +199,9 @@ def fuse(
             fused = dataclasses.replace(loaded, ir=copy_model(loaded.ir) if runs else loaded.ir, source=target)
         with busy("fusing") as progress:
             chosen = (list(only) or None, list(skip) or None, policy)
-            fused, report = fusion.fuse_loaded(fused, *chosen, bodies=not no_bodies, progress=progress)
+            fused, report = fusion.fuse_loaded(
+                fused, *chosen, pointwise=pointwise, bodies=not no_bodies, progress=progress
+            )
         document: dict[str, Any] = {"gradfuse": __version__, "in": source, "out": target, **report.to_dict()}
         if runs:
             document["check"] = _checked(loaded, fused, runs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,7 @@ def fuse(
     policy: Policy = "profitable",
     check: int = 0,
     *,
+    pointwise: bool = False,
     bodies: bool = True,
     progress: Progress | None = None,
 ) -> FuseResult:
@@ -63,6 +64,9 @@ def fuse(
         policy: "profitable" takes what is predicted to be faster, and never adds memory traffic; "all" takes every
             legal match.
         check: the number of runs on random inputs in which to compare the fused model with the original.
+        pointwise: whether to fuse chains of elementwise nodes, too, in forward and backward pass: those that save at
+            least a megabyte of memory traffic. Training steps of :func:`gradfuse.export_training_step` and
+            :func:`gradfuse.build_training_step` have them fused.
         bodies: whether to attach the function bodies; without them the model needs the library.
         progress: called regularly with what is being done, how many nodes are done, and how many there are.
 
@@ -73,7 +77,7 @@ def fuse(
     """
     with collection_paused():
         loaded = reading.load(model)
-        fused, report = fuse_loaded(loaded, only, skip, policy, bodies=bodies, progress=progress)
+        fused, report = fuse_loaded(loaded, only, skip, policy, pointwise=pointwise, bodies=bodies, progress=progress)
         result = fused.restore(fused.ir)
     if check > 0 and report.fusions:
         outcome = check_models(model, result, runs=check)
@@ -88,15 +92,23 @@ def fuse_loaded(
     skip: Collection[str] | None = None,
     policy: Policy = "profitable",
     *,
+    pointwise: bool = False,
+    sizes: Mapping[str, int] | None = None,
     bodies: bool = True,
     progress: Progress | None = None,
 ) -> tuple[reading.LoadedModel, Report]:
-    """:func:`fuse` on a model that has been loaded, which it may rewrite in place."""
+    """:func:`fuse` on a model that has been loaded, which it may rewrite in place; `sizes`: of symbolic dimensions."""
     # A computation that is spread over functions, or in one whose tensors have no shapes, shows in the whole graph.
     whole = without_functions(loaded.ir)
-    fused, report = loaded.ir, _run(loaded.ir, policy, only, skip, progress)
+
+    def run(model: ir.Model) -> Report:
+        pipeline = default_pipeline(policy, only, skip, progress, pointwise=pointwise, sizes=sizes)
+        pipeline(model)
+        return pipeline.report
+
+    fused, report = loaded.ir, run(loaded.ir)
     if whole is not None:
-        inlined = _run(whole, policy, only, skip, progress)
+        inlined = run(whole)
         if is_better(inlined, report, loaded.ir):
             fused, report = whole, replace(inlined, before=report.before)
     if report.fusions or any(functions.aclnn_nodes(fused)):
@@ -107,18 +119,6 @@ def fuse_loaded(
     elif loaded.older is not None:
         fused = loaded.older
     return replace(loaded, ir=fused), report
-
-
-def _run(
-    model: ir.Model,
-    policy: Policy,
-    only: Collection[str] | None,
-    skip: Collection[str] | None,
-    progress: Progress | None,
-) -> Report:
-    pipeline = default_pipeline(policy, only, skip, progress)
-    pipeline(model)
-    return pipeline.report
 
 
 def is_better(inlined: Report, report: Report, model: ir.Model) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradfuse.custom_ops import DOMAIN, OPS
 
-OVERWRITTEN = {"BatchNormBackward": 0, "CrossEntropyLossGrad": 1, "ScaledMaskedSoftmaxBackward": 0}
+OVERWRITTEN = {"BatchNormBackward": 0, "CrossEntropyLossGrad": 1, "Pointwise": 0, "ScaledMaskedSoftmaxBackward": 0}
 """Operator -> index of the input; the first output has its shape."""
 
 

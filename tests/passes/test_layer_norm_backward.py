@@ -403,3 +403,38 @@ def test_sums_that_are_others_stay(old: str, new: str, mask: list[int]) -> None:
     wanted, got = run(model, arrays), run(result, arrays)
     for output, value in wanted.items():
         np.testing.assert_allclose(got[output], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        "grad_input = Sum(other, direct, through)",
+        "grad_input = Sum(through, dy, direct, other)",
+        "so_far = Add(other, direct) grad_input = Add(so_far, through)",
+        "so_far = Add(through, other) grad_input = Add(direct, so_far)",
+    ],
+)
+def test_the_gradient_is_found_among_residual_sums(total: str) -> None:
+    """What differentiation adds up where the input of a normalization goes on beside it, as in every Transformer."""
+    shape = (2, 3, 8)
+    model = onnx_model(
+        f"""{axes_of(3, 2)}
+        y = Mul(x, rstd)  weighted = Mul(dy, weight)  direct = Mul(weighted, rstd)
+        product = Mul(weighted, x)  sums = ReduceSum<keepdims = 1>(product, inner)
+        square = Mul(rstd, rstd)  cube = Mul(square, rstd)  scaled = Mul(sums, cube)
+        share = Constant<value_float = -0.125>()  rows = Mul(scaled, share)  through = Mul(rows, x)
+        {total}
+        products = Mul(dy, y)  grad_weight = ReduceSum<keepdims = 0>(products, outer)
+        grad_bias = ReduceSum<keepdims = 0>(dy, outer)""",
+        shape,
+        2,
+    )
+    result, report = fused(model)
+    assert masks(result) == [[1, 1, 1]], report
+    arrays = feeds(shape, 2, centred=False)
+    exact = of_torch(arrays, torch.float64, 2, weighted=True, centred=False)["grad_input"] + arrays["other"]
+    native = of_torch(arrays, torch.float32, 2, weighted=True, centred=False)["grad_input"] + arrays["other"]
+    if "dy" in total:
+        exact, native = exact + arrays["dy"], native + arrays["dy"]
+    found = run(result, {v.name: arrays[v.name] for v in model.graph.input})["grad_input"]
+    assert_gradients_close(found, native, exact, np.float32, terms=float(np.abs(arrays["dy"]).sum()))

@@ -22,6 +22,7 @@
 #include "gradfuse/ops/matmul_n_bits_backward.h"
 #include "gradfuse/ops/max_pool_backward.h"
 #include "gradfuse/ops/mse_loss_backward.h"
+#include "gradfuse/ops/pointwise.h"
 #include "gradfuse/ops/scaled_dot_product_attention.h"
 #include "gradfuse/ops/scaled_dot_product_attention_backward.h"
 #include "gradfuse/ops/scaled_masked_softmax_backward.h"
@@ -39,7 +40,7 @@ using OpTable = OpList<  //
     ApplyAdamWArgs, ApplyAdamW8bitArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
     GruRecurrenceBackwardArgs, MaxPoolBackwardArgs, ConvolutionArgs, GeluBackwardArgs, ThresholdBackwardArgs,
     LayerNormBackwardArgs, MatmulNBitsBackwardArgs, ScaledDotProductAttentionArgs,
-    ScaledDotProductAttentionBackwardArgs, LinearCrossEntropyArgs>;
+    ScaledDotProductAttentionBackwardArgs, LinearCrossEntropyArgs, PointwiseArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

@@ -34,7 +34,7 @@ struct ScoreBlock {
   int64_t mask_row_stride = 0;
   int64_t mask_key_stride = 0;
 
-  const AttentionDropout* dropout = nullptr;
+  const Dropout* dropout = nullptr;
   uint32_t place = 0;  // of the first row's first key in (B, H, L, S)
   uint32_t row_places = 0;
 };
@@ -91,7 +91,7 @@ class ScoreBlocks {
   ComputeType<T> scale_;
   std::optional<AttentionMask> mask_;
   MaskKind kind_ = MaskKind::kNone;
-  std::optional<AttentionDropout> dropout_;
+  std::optional<Dropout> dropout_;
 };
 
 // Runs a pass of attention in the type of its query and for the kind of its mask.

@@ -55,13 +55,10 @@ GRADFUSE_INLINE hn::Vec<TagOf<T>> MaskedScores(At at, const ComputeType<T>* prod
 
 // What the dropout multiplies neighbouring probabilities by.
 template <class Real>
-void DropoutGains(const AttentionDropout& dropout, uint32_t place, int64_t count, Real* gains) {
-  const auto gain = static_cast<Real>(dropout.gain);
+void DropoutGains(const Dropout& dropout, uint32_t place, int64_t count, Real* gains) {
+  const auto gain = static_cast<Real>(dropout.gain());
   for (int64_t i = 0; i < count; ++i) {
-    uint32_t word = (place + static_cast<uint32_t>(i)) * AttentionDropout::kFactors[0];
-    word = ((word ^ (word >> 15)) + dropout.key) * AttentionDropout::kFactors[1];
-    word = (word ^ (word >> 13)) * AttentionDropout::kFactors[2];
-    gains[i] = (word >> 1) >= dropout.threshold ? gain : Real{0};
+    gains[i] = dropout.Keeps(place + static_cast<uint32_t>(i)) ? gain : Real{0};
   }
 }
 

@@ -6,6 +6,8 @@
 #define GRADFUSE_VECTOR_MATH_INL_H
 #endif
 
+#include <limits>
+
 #include "kernels/cpu/vectors-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -249,6 +251,30 @@ GRADFUSE_INLINE hn::Vec<D> LogUpTo3(D d, hn::Vec<D> x) {
   return hn::MulAdd(k, hn::Set(d, C::kLn2High), f - hn::MulSub(square, half, tail));
 }
 
+// log of any float, less than 1 unit in the last place from the true value: -infinity of 0, and NaN of negative
+// numbers.
+template <class D>
+GRADFUSE_INLINE hn::Vec<D> Log(D d, hn::Vec<D> x) {
+  using C = ExpConstants<float>;
+  const hn::RebindToSigned<D> i;
+  const hn::RebindToUnsigned<D> u;
+  const auto zero = hn::Zero(d);
+  const auto one = hn::Set(d, 1.0f);
+  const auto is_subnormal = x < hn::Set(d, std::numeric_limits<float>::min());
+  const auto bits = hn::BitCast(u, x * hn::IfThenElse(is_subnormal, hn::Set(d, 33554432.0f), one));  // 2^25
+  // Of x = 2^k (1 + f) with 1 + f from sqrt(1/2) on.
+  const auto whole = hn::ShiftRight<C::kMantissaBits>(hn::BitCast(i, bits - hn::Set(u, 0x3f3504f3u)));
+  const auto k = hn::ConvertTo(d, whole) - hn::IfThenElseZero(is_subnormal, hn::Set(d, 25.0f));
+  const auto f = hn::BitCast(d, bits - hn::ShiftLeft<C::kMantissaBits>(hn::BitCast(u, whole))) - one;
+  const auto square = f * f;
+  const auto tail = hn::MulAdd(k, hn::Set(d, C::kLn2Low), LogTail(d, f, square, 0.0f));
+  const auto log = hn::MulAdd(k, hn::Set(d, C::kLn2High), f - hn::MulSub(square, hn::Set(d, 0.5f), tail));
+  const auto infinity = hn::Set(d, std::numeric_limits<float>::infinity());
+  const auto nan = hn::Set(d, std::numeric_limits<float>::quiet_NaN());
+  const auto of_rest = hn::IfThenElse(x == zero, zero - infinity, hn::IfThenElse(x == infinity, x, nan));
+  return hn::IfThenElse(hn::And(x > zero, x < infinity), log, of_rest);
+}
+
 // 1 / (1 + exp(-x)), at most 3 units in the last place from the true value; below -87, of which the result is as good
 // as 0, as of -87. NaN stays NaN.
 template <class D>
@@ -270,6 +296,21 @@ GRADFUSE_INLINE hn::Vec<D> Tanh(D d, hn::Vec<D> x) {
       Polynomial(d, one, square, 7.76202171e-7f, 3.28309339e-4f, 2.58710738e-2f, 4.67130333e-1f, 1.0f);
   const auto ratio = numerator * Reciprocal(d, denominator);
   return AtMost(one, AtLeast(hn::Set(d, -1.0f), ratio));
+}
+
+// At most 2 units in the last place from the true value. NaN stays NaN. Up to 1 x + x P(x^2), and from there on
+// 1 - exp(Q(x)), both fitted; from 3.95 on float32 has no number between the result and 1.
+template <class D>
+GRADFUSE_INLINE hn::Vec<D> Erf(D d, hn::Vec<D> x) {
+  const auto one = hn::Set(d, 1.0f);
+  const auto size = AtMost(hn::Set(d, 3.95f), hn::Abs(x));
+  const auto share = Polynomial(d, one, size * size, 7.85385432e-5f, -8.01019149e-4f, 5.18832744e-3f, -2.68538118e-2f,
+                                1.12835851e-1f, -3.76126258e-1f, 1.28379166e-1f);
+  const auto small = hn::MulAdd(size, share, size);
+  const auto log_of_rest = Polynomial(d, one, size, 1.86378951e-4f, -2.94765585e-3f, 2.18380538e-2f, -1.03106732e-1f,
+                                      -6.38144859e-1f, -1.12708917f, -3.41527222e-4f);
+  const auto large = one - Exp<float, Of::kNotPositive>(d, log_of_rest);
+  return hn::CopySign(hn::IfThenElse(size < one, small, large), x);
 }
 
 }  // namespace gradfuse::cpu::HWY_NAMESPACE

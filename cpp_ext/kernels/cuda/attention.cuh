@@ -20,9 +20,9 @@ struct AttentionScores {
         sizes(args),
         causal(args),
         scale(static_cast<Real>(AttentionScale(args))),
-        threshold(static_cast<uint32_t>(args.dropout_threshold)),
+        threshold(args.dropout_threshold),
         draw(args.draw),
-        gain(static_cast<Real>(AttentionDropout(args.dropout_threshold, 0, 0).gain)) {
+        gain(static_cast<Real>(Dropout(args.dropout_threshold, 0, 0).gain())) {
     if (args.attn_mask) {
       const AttentionMask mask(*args.attn_mask);
       (args.attn_mask->dtype == DType::kBool ? shown : added) = mask.data;
@@ -49,12 +49,8 @@ struct AttentionScores {
   // What the dropout multiplies a probability by.
   __device__ Real Gain(int64_t head, int64_t row, int64_t at) const {
     if (seed == nullptr) return 1;
-    const uint32_t number = static_cast<uint32_t>(draw + (drawn == nullptr ? 0 : *drawn));
-    const uint32_t begin = (static_cast<uint32_t>(*seed) & 0x7FFFFFFFu) * 0x9E3779B1u + number * 0x85EBCA77u;
-    uint32_t word = static_cast<uint32_t>((head * sizes.rows + row) * sizes.keys + at) * 0x9E3779B1u;
-    word = ((word ^ (word >> 15)) + begin) * 0x21F0AAADu;
-    word = (word ^ (word >> 13)) * 0x735A2D97u;
-    return (word >> 1) >= threshold ? gain : Real{0};
+    const Dropout dropout(threshold, *seed, draw + (drawn == nullptr ? 0 : *drawn));
+    return dropout.Keeps(static_cast<uint32_t>((head * sizes.rows + row) * sizes.keys + at)) ? gain : Real{0};
   }
 
   const T* query;
@@ -68,7 +64,7 @@ struct AttentionScores {
   CausalMask causal;
   int64_t mask_strides[4] = {};
   Real scale;
-  uint32_t threshold;
+  int64_t threshold;
   int64_t draw;
   Real gain;
 };

@@ -76,3 +76,14 @@ def log_softmax(x: Float64s) -> Float64s:
     """Along the last dimension."""
     shifted = x - x.max(-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
+
+
+def kept(shape: tuple[int, ...], threshold: int, seed: int, draw: int) -> npt.NDArray[np.bool_]:
+    """Which elements a dropout keeps."""
+    words = np.arange(int(np.prod(shape)), dtype=np.uint32) * np.uint32(0x9E3779B1)
+    words ^= words >> np.uint32(15)
+    words += np.uint32((seed % 2**31 * 0x9E3779B1 + draw * 0x85EBCA77) % 2**32)
+    words *= np.uint32(0x21F0AAAD)
+    words ^= words >> np.uint32(13)
+    words *= np.uint32(0x735A2D97)
+    return ((words >> np.uint32(1)) >= threshold).reshape(shape)

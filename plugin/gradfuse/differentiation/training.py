@@ -499,7 +499,7 @@ def _built(
         functions.attach(work)
     report = None
     if fuse:
-        loaded, report = fusion.fuse_loaded(reading.owned(work))
+        loaded, report = fusion.fuse_loaded(reading.owned(work), pointwise=True)
         report.near_misses[:0] = work.meta.get(LEFT, ())
         work = loaded.ir
     if check is not False:

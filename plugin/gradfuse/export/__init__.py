@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradfuse.errors import ExportError
+from gradfuse.errors import ExportError, GradfuseError
 
 if TYPE_CHECKING:
     import torch
@@ -206,17 +206,24 @@ def export_training_step(
         )
         try:
             # What the module sets in variables of the context is gone at the end.
-            exported = contextvars.copy_context().run(make, sizes, parts)
+            exported, checkpointed = contextvars.copy_context().run(make, sizes, parts)
         except ExportError:
             if not sizes.made_general:
                 raise
             # What other lengths than multiples of a number compute is not what those of the batch do.
-            exported = contextvars.copy_context().run(make, explaining.Sizes(general=False), parts)
-        if memory_budget is None:
+            rerun = explaining.Sizes(general=False)
+            exported, checkpointed = contextvars.copy_context().run(make, rerun, parts)
+        if memory_budget is None and not (any(checkpointed.values()) and verifying.has_onnxruntime()):
             return exported
         parts.begin("choosing what to compute again")
         arrays = [tensor.detach().cpu() for tensor in (*step.inputs, *step.targets)]
-        return budgets.within_budget_on(exported, memory_budget, arrays, WHO)
+        if memory_budget is not None:
+            return budgets.recomputing(exported, memory_budget, arrays, WHO)
+        try:
+            return budgets.recomputing(exported, checkpointed, arrays, WHO)
+        except GradfuseError as error:
+            warnings.warn(f"what torch.utils.checkpoint wraps is not computed again: {error}", stacklevel=2)
+            return exported
 
 
 def _exported(
@@ -232,14 +239,15 @@ def _exported(
     fuse: bool,
     evaluation: bool | None,
     verify: str,
-) -> TrainingStep:
-    """Export a step whose arguments have been read."""
+) -> tuple[TrainingStep, Mapping[str, int]]:
+    """Export a step whose arguments have been read; and return what is checkpointed, as `checkpoints.taken_out`."""
     import onnx_ir as ir
 
     from gradfuse.differentiation.differentiate import free_prefix
     from gradfuse.differentiation.fused_attention import LEFT
     from gradfuse.export import (
         branches,
+        checkpoints,
         comparing_sizes,
         indices,
         narrow_types,
@@ -288,6 +296,7 @@ def _exported(
         tracing.connect_dropout(program, step, native)
         if returned:
             watching.count_without_dropouts(program)
+        checkpointed = checkpoints.taken_out(program)
         order = (*native.gradients, *tracing.unused(step, native))
         free = {*step.trainable, *native.changed, *step.frozen_inputs}
         parts.begin("translating")
@@ -332,7 +341,7 @@ def _exported(
             for truth in truths:
                 truth.compare(unfused, which)
         parts.begin("fusing")
-        (model, report), which = onnx_model.fused(exported), "fused"
+        (model, report), which = onnx_model.fused(exported, step.batch), "fused"
         report.near_misses[:0] = translated.meta.get(LEFT, ())
     else:
         model, report = onnx_model.plain(exported), None
@@ -382,7 +391,7 @@ def _exported(
         index_ranges=index_checks.ranges_of(checks),
         output_names=(*native.outputs, *(name + GRADIENT_SUFFIX for name in step.differentiated)),
     )
-    return finished(exported_step, step.aside)
+    return finished(exported_step, step.aside), checkpointed
 
 
 def _bytes(module: Any) -> int:

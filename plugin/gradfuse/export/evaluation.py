@@ -19,6 +19,7 @@ from gradfuse.checking.condensing import condensed
 from gradfuse.errors import ExportError
 from gradfuse.export import (
     branches,
+    checkpoints,
     comparing_sizes,
     dropout,
     explaining,
@@ -156,6 +157,7 @@ def _translated(
     program = tracing.decomposed(program, fuse=False, batch_norm=False, narrow=narrow, differentiates=inside)
     if DROPOUT_SEED in step.state:
         dropout.connect(program, list(step.state).index(DROPOUT_SEED))
+    checkpoints.taken_out(program)
     return onnx_model.translate(program, step)
 
 

@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes import common as passes
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from gradfuse import _torch_private as private
@@ -39,6 +40,7 @@ from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.simplifying import simplify
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import always_chosen, grid_sampler_3d, onnx_translation_table
+from gradfuse.models import reading
 from gradfuse.models.arrays import to_numpy
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
@@ -289,10 +291,19 @@ def plain(exported: onnx.ModelProto) -> ir.Model:
     return model
 
 
-def fused(exported: onnx.ModelProto) -> tuple[ir.Model, Report]:
-    """Return the fused model, which adds up in a fixed order, and the report."""
-    result = fusion.fuse(exported)
-    report, model = result.report, ir.from_proto(result.model)
+def fused(exported: onnx.ModelProto, batch: Mapping[str, Tensor]) -> tuple[ir.Model, Report]:
+    """Return the fused model, which adds up in a fixed order, and the report; what pays is decided for a batch."""
+    model: ir.Model = ir.from_proto(exported)
+    sizes = {
+        dim.value: batch[value.name].shape[axis]
+        for value in model.graph.inputs
+        if value.name in batch and value.shape is not None
+        for axis, dim in enumerate(value.shape)
+        if isinstance(dim, ir.SymbolicDim) and dim.value is not None
+    }
+    with collection_paused():
+        loaded, report = fusion.fuse_loaded(reading.owned(model), pointwise=True, sizes=sizes)
+    model = loaded.ir
     replace_scatter_nd(model)
     if not reduces_by_scatter_nd(model):
         # What the exporter wrote so that onnxruntime may lose updates is written in another way now.

@@ -69,13 +69,6 @@ def by_formula(untouched: Collection[type]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recomputed_never() -> Iterator[None]:
-    """Let `torch.utils.checkpoint` keep what it would compute again: that is a matter of memory alone."""
-    with private.checkpoints_replaced():
-        yield
-
-
-@contextlib.contextmanager
 def _no_gradient_in_inference_mode() -> Iterator[None]:
     """Let `torch.inference_mode` be traced as what it is to gradients."""
     owner: Any = torch.inference_mode

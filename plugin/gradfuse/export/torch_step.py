@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError, few
-from gradfuse.export import explaining, host_draws, saved_tensors
+from gradfuse.export import checkpoints, explaining, host_draws, saved_tensors
 from gradfuse.export.arguments import Arguments
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.leaves import (
@@ -32,7 +32,6 @@ from gradfuse.export.leaves import (
     is_sparse_matrix,
     refuse_foreign_leaves,
 )
-from gradfuse.export.own_gradients import recomputed_never
 from gradfuse.export.quantisation import refuse_observers, without_observers
 from gradfuse.export.recurrences import left_unflattened
 from gradfuse.export.reporting import WHO, kind, refusal, tell_share
@@ -605,7 +604,7 @@ def undisturbed(step: TorchStep) -> Iterator[None]:
         torch.enable_grad(),
         traceable_ctc(),
         left_unflattened(),
-        recomputed_never(),
+        checkpoints.marked(),
         without_observers(),
     ):
         yield

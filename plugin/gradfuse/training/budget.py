@@ -17,7 +17,7 @@ from gradfuse.training.step import LOSS, TrainingStep
 
 def within_budget(
     step: TrainingStep,
-    budget: int | float | str,
+    budget: int | float | str | Mapping[str, int],
     sizes: Mapping[str, int] | None,
     who: str,
     batch: Mapping[str, Any] | None = None,
@@ -45,12 +45,14 @@ def within_budget(
     return dataclasses.replace(step, model=to_mapped_proto(model), recomputation=recompute.report)
 
 
-def within_budget_on(step: TrainingStep, budget: int | float | str, arrays: Sequence[Any], who: str) -> TrainingStep:
+def recomputing(
+    step: TrainingStep, budget: int | float | str | Mapping[str, int], arrays: Sequence[Any], who: str
+) -> TrainingStep:
     """Return `within_budget` of a step on a batch, whose sizes are those of the symbolic dimensions.
 
     Args:
         step: the step.
-        budget: as of `within_budget`.
+        budget: as of `within_budget`; or, to recompute what `torch.utils.checkpoint` wraps, as of `RecomputePass`.
         arrays: the tensors of the batch, inputs and then targets.
         who: what a message names first.
 

@@ -169,7 +169,7 @@ def _update(node: ir.Node, named: Mapping[str, str]) -> _Update | None:
         return None
     overwritten = []
     for output, described in zip(node.outputs, operator.outputs, strict=False):
-        if not _has(node, described.in_place):
+        if not described.in_place or not _has(node, described.in_place):
             continue
         source = _input(node, described.in_place)
         updated = f"{source.name}{UPDATED_SUFFIX}"

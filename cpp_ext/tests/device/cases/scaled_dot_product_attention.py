@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from case import SHORT, Case, Float64s, arithmetic, int64s
+from case import SHORT, Case, Float64s, arithmetic, int64s, kept
 from device import Values
 
 OP = "ScaledDotProductAttention"
@@ -92,19 +92,10 @@ def calls(random: np.random.Generator, dtype: str, large: bool) -> Iterator[Call
         gains = np.ones(())
         if "dropout_threshold" in attributes:
             optional[1:] = [int64s(2**35 + 7), int64s([3])]
-            gains = _gains(scores.shape, attributes["dropout_threshold"], 2**35 + 7, attributes["draw"] + 3)
+            threshold = attributes["dropout_threshold"]
+            gains = kept(scores.shape, threshold, 2**35 + 7, attributes["draw"] + 3) / (1 - threshold / 2**31)
         name = f"{sizes}, mask: {mask or None} {mask_shape}, {attributes}"
         yield Call(name, attributes, tensors, optional, scores, gains, scale, query, key, value, sizes)
-
-
-def _gains(shape: tuple[int, ...], threshold: int, seed: int, draw: int) -> Float64s:
-    words = np.arange(int(np.prod(shape)), dtype=np.uint32) * np.uint32(0x9E3779B1)
-    words ^= words >> np.uint32(15)
-    words += np.uint32((seed % 2**31 * 0x9E3779B1 + draw * 0x85EBCA77) % 2**32)
-    words *= np.uint32(0x21F0AAAD)
-    words ^= words >> np.uint32(13)
-    words *= np.uint32(0x735A2D97)
-    return ((words >> np.uint32(1)) >= threshold).reshape(shape) / (1 - threshold / 2**31)
 
 
 def cases(random: np.random.Generator, dtype: str, large: bool) -> Iterator[Case]:
