@@ -893,6 +893,13 @@ def untraced() -> Iterator[None]:
         yield
 
 
+def is_traced(value: Any) -> bool:
+    """Whether a value is a tensor of a traced program, whose numbers are not known."""
+    if not isinstance(value, Tensor):
+        return False
+    return type(value) not in (Tensor, nn.Parameter) or is_wrapped(value) or torch._is_functional_tensor(value)
+
+
 def is_lazy(tensor: Any) -> bool:
     """Whether a parameter or a buffer of a lazy module has no shape yet."""
     return bool(torch.nn.parameter.is_lazy(tensor))

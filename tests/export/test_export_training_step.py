@@ -777,12 +777,6 @@ def test_a_hook_on_a_gradient_is_refused(register: str) -> None:
         export_training_step(module, F.cross_entropy, (torch.randn(4, 6), classes(4)))
 
 
-def test_a_sparse_gradient_is_refused() -> None:
-    module = nn.Sequential(nn.Embedding(7, 5, sparse=True))
-    with pytest.raises(ExportError, match=r"gradient of '0\.weight' is torch\.sparse_coo; expected torch\.strided"):
-        export_training_step(module, F.cross_entropy, (classes(4), classes(4)))
-
-
 def test_a_step_that_changes_a_parameter_is_refused() -> None:
     class Clamping(Mlp):
         def forward(self, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from gradfuse import TrainingSession, TrainingStep
+from gradfuse import TrainingSession, TrainingStep, export_training_step
 from gradfuse.testing import assert_gradients_close
 
 
@@ -53,3 +53,67 @@ def assert_like_torch(step: TrainingStep, module: nn.Module, loss: Callable[...,
             assert_gradients_close(result, native[name], exact[name], np.float32, terms=terms)
         else:
             np.testing.assert_array_equal(result, exact[name].numpy())
+
+
+def by_sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.125, momentum=0.5)
+
+
+def trains_like_torch(
+    make: Callable[[], nn.Module],
+    loss: Callable[..., Tensor],
+    batches: Sequence[Any],
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = by_sgd,
+    **settings: Any,
+) -> TrainingSession:
+    """Export a step with the first of some batches, train on all of them, and compare losses and the final state.
+
+    Args:
+        make: returns the module, the same one each time.
+        loss: the loss.
+        batches: of the form that `export_training_step` takes.
+        optimizer: makes one of parameters; its numbers are exact in float32.
+        settings: those of `export_training_step`.
+    """
+    module = make()
+    session = TrainingSession(
+        export_training_step(module, loss, batches[0], optimizer(module.parameters()), **settings)
+    )
+    losses = [np.float32(session.step(*_pytree.tree_map_only(Tensor, Tensor.numpy, batch))) for batch in batches]
+    (native, of_native), (exact, of_exact) = (
+        _trained(make, loss, batches, optimizer, dtype) for dtype in (torch.float32, torch.float64)
+    )
+    dense = [name for name, one in exact.items() if one.layout == torch.strided]
+    largest = 4 * max(float(exact[name].abs().max()) for name in dense if exact[name].numel())
+    for got, own, wide in zip(losses, of_native, of_exact, strict=True):
+        assert_gradients_close(got, own, wide, np.float32, terms=largest)
+    state = session.state_dict()
+    assert list(state) == dense
+    for name in dense:
+        result = state[name]
+        if exact[name].is_floating_point():
+            assert_gradients_close(result, native[name], exact[name], np.float32, terms=largest)
+        else:
+            np.testing.assert_array_equal(result, exact[name].numpy())
+    return session
+
+
+def _trained(
+    make: Callable[[], nn.Module],
+    loss: Callable[..., Tensor],
+    batches: Sequence[Any],
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+    dtype: torch.dtype,
+) -> tuple[Mapping[str, Tensor], list[Tensor]]:
+    """Return the state of a module that PyTorch has trained in a type, and the losses."""
+    module = make().to(dtype)
+    updating = optimizer(module.parameters())
+    losses = []
+    for batch in batches:
+        inputs, targets = _pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+        updating.zero_grad()
+        value = called(loss, (called(module, (), inputs),), targets)
+        value.backward()
+        updating.step()
+        losses.append(value.detach())
+    return module.state_dict(), losses

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradfuse import _torch_private as private
@@ -65,6 +66,12 @@ class Arguments:
                     raise refusal(f"{which} of the batch hold {kind(leaf)}; expected tensors{advice}")
                 nestings[keys] = {"value": leaf}
                 continue
+            if leaf.layout != torch.strided:
+                raise refusal(
+                    f"{which} of the batch hold {first!r}, which is {leaf.layout}; expected a dense tensor: keep a "
+                    "constant matrix as a buffer of the module, and make another by torch.sparse_coo_tensor of its "
+                    "indices, values and size"
+                )
             if len(keys) == 2 and keys[0] == 0:
                 name = str(first)
             else:

@@ -39,6 +39,7 @@ from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.selections import CannotSelectError, Decisions, Found, Selections, Trial, Written
 from gradfuse.export.sizes_in_tensors import SizesInTensors
+from gradfuse.export.sparse_matrices import SparseProducts
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
 from gradfuse.export.traced_functions import INSTEAD
 from gradfuse.export.translation import lengths_as_tensors
@@ -363,6 +364,7 @@ class _Decided(TorchFunctionMode):
         self._selected: dict[tuple[int, int], tuple[Tensor, Any]] = {}
         self._sizes = SizesInTensors()
         self._fixed = FixedNumbers(fixed)
+        self._products = SparseProducts()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = _caller()
@@ -376,6 +378,8 @@ class _Decided(TorchFunctionMode):
         if func is torch.Tensor.item and args[0].requires_grad:
             # A number of Python has no gradient.
             args = (args[0].detach(),)
+        if self._products.takes(func, args, kwargs or {}):
+            return self._products.called(func, args, kwargs or {})
         func = INSTEAD.get(func, func)
         result = self._fixed.called(self._sizes.called, func, args, kwargs or {})
         if func in _SELECTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:

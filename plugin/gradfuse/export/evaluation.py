@@ -36,6 +36,7 @@ from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import kind, quiet, refusal
+from gradfuse.export.rounding import WideSparse
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.verifying import Opened, Truth
@@ -113,7 +114,7 @@ def evaluation_model(
     replace_scatter_nd(model)
 
     def run_anew(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
-        with state.fresh():
+        with state.fresh(), WideSparse():
             step.module.eval()
             outputs = _run_and_count(step, cast, inside)[0]
         step.module.eval()

@@ -446,9 +446,15 @@ def _untraceable(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         )
     if name == "one_hot" and (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1:
         return "counts the classes of one_hot by their values", "its argument num_classes"
-    if isinstance(result, torch.Tensor) and result.layout != torch.strided:
+    if isinstance(result, torch.Tensor) and result.layout != torch.strided and _is_of_dense(func, args):
         return "makes a sparse tensor", "sums by index_add or scatter_add"
     return None
+
+
+def _is_of_dense(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a function makes a sparse tensor of a dense one."""
+    dense = any(isinstance(one, torch.Tensor) and one.layout == torch.strided for one in args)
+    return dense and func is not torch.sparse_coo_tensor
 
 
 def untraceable(step: TorchStep) -> str | None:

@@ -29,6 +29,17 @@ def holds_numbers(tensor: Tensor) -> bool:
         return False
 
 
+def is_sparse_matrix(tensor: Any) -> bool:
+    """Whether a tensor is a sparse matrix of numbers, of a layout that has one value for each element."""
+    if not isinstance(tensor, Tensor) or tensor.layout not in _SPARSE:
+        return False
+    with private.untraced():
+        return tensor.dim() == 2 and tensor.dense_dim() == 0
+
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+
+
 def form(tensor: Tensor) -> str:
     """Return what a graph cannot hold about a tensor."""
     if tensor.is_meta:
@@ -39,7 +50,10 @@ def form(tensor: Tensor) -> str:
 
 
 class Reads(TorchFunctionMode):
-    """Refuses a step that reads one of some tensors: more than what they are made like."""
+    """Refuses a step that reads one of some tensors: more than what they are made like.
+
+    It may read a sparse matrix, but not write into it.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -50,8 +64,14 @@ class Reads(TorchFunctionMode):
         if self._names and getattr(func, "__name__", "") not in ABOUT:
             for one in private.tensors_in((args, kwargs)):
                 name = self._names.get(id(one))
-                if name is not None and (func.__name__ != "__get__" or isinstance(result, Tensor)):
+                if name is None or (func.__name__ == "__get__" and not isinstance(result, Tensor)):
+                    continue
+                if not is_sparse_matrix(one):
                     raise refusal(f"the step reads {name!r}, which is {form(one)}; expected a dense tensor")
+                if func.__name__.endswith("_") and not func.__name__.startswith("__"):
+                    raise refusal(
+                        f"the step changes {name!r}, which is {form(one)}; expected a constant, or a dense tensor"
+                    )
         return result
 
 

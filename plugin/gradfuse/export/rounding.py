@@ -66,6 +66,22 @@ class WideConversions(TorchFunctionMode):
         return torch.float64 if isinstance(one, torch.dtype) and one in self._types else one
 
 
+class WideSparse(TorchFunctionMode):
+    """Take sparse matrices as float64 beside dense tensors of it: PyTorch multiplies those of one type alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        if any(map(_is_sparse, tensors)) and any(one.dtype == torch.float64 for one in tensors):
+            args = [one.double() if _is_sparse(one) else one for one in args]
+            kwargs = {key: one.double() if _is_sparse(one) else one for key, one in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _is_sparse(one: Any) -> bool:
+    return isinstance(one, Tensor) and one.layout != torch.strided and one.is_floating_point()
+
+
 class Rounding(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Move the results of arithmetic that runs under it, by random relative amounts.
 
@@ -89,7 +105,7 @@ class Rounding(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Whole numbers stay, unless `whole` says that they move as well, and 0 as if it were 1.
         """
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or tensor.layout != torch.strided:
             return tensor
         self._moving = True
         try:

@@ -29,6 +29,7 @@ from gradfuse.export.leaves import (
     WrittenData,
     form,
     holds_numbers,
+    is_sparse_matrix,
     refuse_foreign_leaves,
 )
 from gradfuse.export.quantisation import refuse_observers, without_observers
@@ -207,7 +208,12 @@ class TorchStep:
         state, buffers = owners.state, owners.buffers
         for name, tensor in owners.left_out.items():
             if any(name.removeprefix(prefix) in owner.state_dict() for prefix, owner in owners.owners):
-                text = f"{name!r} is {form(tensor)}: it is left out of the step, and of the state_dict() of sessions"
+                what = (
+                    "a constant of the step, left out of"
+                    if is_sparse_matrix(tensor)
+                    else "left out of the step, and of"
+                )
+                text = f"{name!r} is {form(tensor)}: it is {what} the state_dict() of sessions"
                 warnings.warn(f"{WHO}: {text}", stacklevel=3)
         trainable = tuple(name for name, tensor in state.items() if tensor.requires_grad and name not in buffers)
         if not trainable:
@@ -750,10 +756,8 @@ def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
         leaf.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]
     with _own_backward_named():
         gradients = torch.autograd.grad(value, tuple(leaves.values()), allow_unused=True)
-    found = {name: gradient for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
-    for name, gradient in found.items():
-        _require_strided(name, gradient)
-    return found
+    found = zip(leaves, gradients, strict=True)
+    return {name: _dense(name, gradient) for name, gradient in found if gradient is not None}
 
 
 def _gradients_taken(
@@ -765,8 +769,7 @@ def _gradients_taken(
     def keep(name: str, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
-        _require_strided(name, gradient)
-        taken = take(gradient)
+        taken = take(_dense(name, gradient))
         found[name] = found[name] + taken if name in found else taken
         tell_share(len(found) / len(leaves))
 
@@ -788,6 +791,10 @@ def _own_backward_named() -> Iterator[None]:
         raise refusal(f"PyTorch's own backward pass fails: {explaining.reason(error)}") from error
 
 
-def _require_strided(name: str, gradient: Tensor) -> None:
+def _dense(name: str, gradient: Tensor) -> Tensor:
+    """Return a gradient with all its zeros, which an embedding leaves out by `sparse=True`."""
+    if gradient.layout == torch.sparse_coo:
+        return gradient.to_dense()
     if gradient.layout != torch.strided:
         raise refusal(f"the gradient of {name!r} is {gradient.layout}; expected torch.strided")
+    return gradient

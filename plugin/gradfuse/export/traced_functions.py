@@ -153,7 +153,7 @@ def embedding_bag(
     if scale_grad_by_freq:
         # Of what PyTorch's kernel for CPUs gives there, `untraceable` tells the user.
         raise NotImplementedError("embedding_bag with scale_grad_by_freq")
-    if max_norm is not None or sparse or input.is_floating_point():
+    if max_norm is not None or input.is_floating_point():
         return F.embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
             include_last_offset, padding_idx,

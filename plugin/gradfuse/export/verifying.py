@@ -28,7 +28,7 @@ from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export import onnx_model, steadiness, traced_optimizer
 from gradfuse.export.reporting import WHO, refusal, tell_share
-from gradfuse.export.rounding import NARROW, Rounding, WideConversions
+from gradfuse.export.rounding import NARROW, Rounding, WideConversions, WideSparse
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
 from gradfuse.models import memory
 from gradfuse.models.arrays import Arrays, to_numpy, to_tensor
@@ -80,7 +80,7 @@ def truth_of(
     """
 
     def run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
-        with undisturbed(step):
+        with undisturbed(step), WideSparse():
             outputs = _named(step.run(cast, _condensed), native.changed)
         give_back()
         return outputs
