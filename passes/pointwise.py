@@ -51,7 +51,8 @@ class FusePointwisePass(ContextPass):
     outside comes in between. What it needs of earlier results is computed again where that reads no further tensor.
     Masks of a dropout that a seed decides are drawn wherever they are needed, and never stored.
 
-    A chain computes what its nodes do, one operator each: the test by numbers runs the two side by side.
+    A chain computes what its nodes do, one operator each. The test by numbers runs the two side by side, but not where
+    there is a mask: a graph may hold the places of its elements as constants, which cannot be made smaller.
 
     Args:
         policy: "profitable" takes chains that save :data:`LEAST_SAVED` bytes; "all" takes all that save any.
@@ -104,7 +105,7 @@ class FusePointwisePass(ContextPass):
             if len(chain.nodes) < 2 or saved < (LEAST_SAVED if self.policy == "profitable" else 1):
                 raise Mismatch("it would not pay")
             anchor = anchor_of(site, rewrite, dead)
-            for part in rewrite.parts():
+            for part in rewrite.parts() if chain.draw is None else ():
                 prove(site, part, TOLERANCE[ir.DataType.FLOAT])
         except (Mismatch, ExpressionError, Unproved, Refuted) as reason:
             builder.discard()
@@ -364,20 +365,8 @@ def _rewrite(builder: Builder, chains: _Chains, chain: _Chain) -> Rewrite:
     )
     pairs = list(zip(chain.outputs, results, strict=False))
     made = builder.rewrite(_RULE, results[:1], pairs[-1][1])
-    given = (*chain.operands, *seeds)
-    return replace(made, others=tuple(pairs[:-1]), frontier=given, independent=True, runs=_behind(chain, given))
-
-
-def _behind(chain: _Chain, given: Collection[ir.Value]) -> frozenset[ir.Node]:
-    """The nodes of a chain, and those that compute the mask that it reads."""
-    found = dict.fromkeys(chain.nodes)
-    todo = list(chain.nodes)
-    while todo:
-        above = [value.producer() for value in todo.pop().inputs if value is not None and value not in given]
-        new = [node for node in above if node is not None and node not in found]
-        found |= dict.fromkeys(new)
-        todo += new
-    return frozenset(found)
+    others, nodes = tuple(pairs[:-1]), frozenset(chain.nodes)
+    return replace(made, others=others, frontier=tuple(chain.operands), independent=True, runs=nodes)
 
 
 def _expression(chains: _Chains, chain: _Chain) -> str:

@@ -210,6 +210,21 @@ def test_set_grad_enabled_unseen() -> None:
         assert seen == [private.SET_GRAD_ENABLED]
 
 
+def test_is_traced() -> None:
+    with needed("torch._is_functional_tensor", "leave numbers that are known out of a trace"):
+        assert not private.is_traced(2.0)
+        assert not private.is_traced(torch.ones(2)) and not private.is_traced(nn.Parameter(torch.ones(2)))
+        seen: list[bool] = []
+
+        def function(x: Tensor) -> Tensor:
+            seen.append(private.is_traced(x))
+            return x + 1
+
+        torch.func.vmap(function)(torch.ones(2, 3))
+        torch.func.functionalize(function)(torch.ones(2))
+        assert seen == [True, True]
+
+
 def test_checkpoints_replaced() -> None:
     with needed("the parts of torch.utils.checkpoint", "run and trace what checkpoints would compute again"):
         calls: list[str] = []
