@@ -150,7 +150,8 @@ def of_elements(a: Tensor, x: Tensor) -> Tensor:
 
 
 def without_a_size(a: Tensor, x: Tensor) -> Tensor:
-    return torch.sparse.mm(torch.sparse_coo_tensor(torch.arange(NODES).expand(2, -1), x[:, 0]), x)  # type: ignore[no-any-return]
+    product: Tensor = torch.sparse.mm(torch.sparse_coo_tensor(torch.arange(NODES).expand(2, -1), x[:, 0]), x)
+    return product
 
 
 def in_place(a: Tensor, x: Tensor) -> Tensor:
