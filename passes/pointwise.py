@@ -80,7 +80,9 @@ class FusePointwisePass(ContextPass):
                     continue
                 for most, siblings in ((len(OUTPUTS), True), (len(OUTPUTS), False), (1, False)):
                     chain = chains.around(root, most, siblings=siblings)
-                    gone = [] if chain is None else self._replaced(context, chains, chain)
+                    if chain is None or not self._may_pay(site, chain):
+                        break
+                    gone = self._replaced(context, chains, chain)
                     dead.update(dict.fromkeys(gone))
                     if gone:
                         break
@@ -89,6 +91,12 @@ class FusePointwisePass(ContextPass):
         if self.fusions:
             context.model.graph.opset_imports.setdefault(custom_ops.DOMAIN, custom_ops.VERSION)
         return bool(self.fusions)
+
+    def _may_pay(self, site: Site, chain: _Chain) -> bool:
+        """Whether a chain, the largest of those around a node, could save enough if it moved nothing."""
+        if self.policy == "all" or chain.draw is not None:
+            return True
+        return cost_of(site, chain.nodes, self.sizes).bytes >= LEAST_SAVED
 
     def _replaced(self, context: Context, chains: _Chains, chain: _Chain) -> list[ir.Node]:
         """Puts a chain in if it pays; the nodes that this makes superfluous."""
