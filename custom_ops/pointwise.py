@@ -118,9 +118,11 @@ class _Text:
 
     def text(self) -> str:
         program = self._program
-        lines = [f"real_{name} = Cast<to=$real>({name})" for name in program.inputs]
+        # onnxruntime has no Size of bfloat16, which the draw takes.
+        cast = dict.fromkeys(((INPUTS[0],) if program.draws else ()) + program.inputs)
+        lines = [f"real_{name} = Cast<to=$real>({name})" for name in cast]
         if program.draws:
-            lines.append(draws.hash_kept(INPUTS[0], self._variant.inputs, self._variant.opset))
+            lines.append(draws.hash_kept(f"real_{INPUTS[0]}", self._variant.inputs, self._variant.opset))
         numbers = dict.fromkeys(one for _, operands in program.instructions for one in operands)
         numbers |= dict.fromkeys(program.results.values())
         self._numbers = {one: f"number_{index}" for index, one in enumerate(numbers) if isinstance(one, Number)}
