@@ -22,6 +22,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 import torch.nn.functional as F
+from ops import environment
 from step import as_arrays
 from step_models import MODELS, OPTIMIZERS, Model, Tensors
 from torch import Tensor, nn
@@ -109,7 +110,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    lines = ["| step | batch | chains, of nodes | nodes, ms | chains, ms | gain | PyTorch, ms |"]
+    of = environment()
+    versions = f"onnxruntime {of['onnxruntime']}, PyTorch {of['torch']}"
+    lines = [f"{of['cpu']}, {options.threads} threads, {versions}.", ""]
+    lines += ["| step | batch | chains, of nodes | nodes, ms | chains, ms | gain | PyTorch, ms |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|"]
     for name, (model, size) in STEPS_OF.items():
         if options.only in (None, name):

@@ -185,7 +185,10 @@ def scores(variant: Variant) -> str:
         """
     if "added" in variant.choices:
         masks += """
-            real_mask = Cast<to=$real>(mask)
+            mask_numbers = Cast<to=$real>(mask)
+            no_keys = Equal(keys, zero)
+            zero_added = Cast<to=$real>(zero)
+            real_mask = Where(no_keys, zero_added, mask_numbers)
             masked_scores = Add(all_scores, real_mask)
         """
     else:

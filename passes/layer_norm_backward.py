@@ -63,7 +63,7 @@ class FuseLayerNormBackwardPass(FusePass):
             dead = super()._replaced(context, site, way.pair)
             if dead:
                 del self.near_misses[missed:]
-                return dead
+                return [*dead, *way.kept()]
             way.undo()
             del self.near_misses[found:]
         return ()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BACKENDS, inferred, run
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 from operators import SAMPLES, Sample, attention
@@ -39,6 +39,9 @@ def run_body(sample: Sample, backend: str, dtype: torch.dtype) -> list[torch.Ten
     dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16)),
     scale=st.sampled_from((0.0, 0.25, -1.0)),
 )
+@example(
+    sizes=(1, 1, 1, 1, 0, 1, 1), mask="added", axes=[False, False], causal=0, dtype=torch.float32, scale=0.0
+)  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_any_sizes_and_masks(
     backend: str,

@@ -103,6 +103,25 @@ def test_a_step_with_dropout_is_pytorchs_for_every_seed() -> None:
     assert len(losses) == 2
 
 
+class Attending(nn.Module):
+    """Attention of short sequences, with dropout of its probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
+def test_the_gradient_of_a_softmax_before_a_dropout_is_fused() -> None:
+    """The test by numbers has random bits that are kept, and others."""
+    torch.manual_seed(0)
+    step = export_training_step(Attending(), nn.MSELoss(), (torch.randn(3, 16, 16), torch.randn(3, 16, 16)))
+    assert step.report is not None
+    assert "ScaledMaskedSoftmaxBackward" in [fusion.op for fusion in step.report.fusions]
+
+
 class Scaled(nn.Module):
     """Dropout beside another counter, and a constant that forward makes."""
 
