@@ -88,21 +88,19 @@ def _is_subtraction(node: ir.Node) -> bool:
 
 def _region(site: Site, root: ir.Value, channels: int) -> normalizing.Region | None:
     """The arithmetic behind a value; None if there is none of the gradient's."""
-    reduced: dict[ir.Value, None] = {}
-    centred: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
-    nodes: dict[ir.Node, None] = {}
     is_whole = partial(normalizing.is_whole, site, root=root)
     is_mean = partial(_is_vector, site, root=root, channels=channels)
-    for value, node in normalizing.arithmetic(site, root):
-        summed = normalizing.reduced(site, node)
-        if summed is not None and is_whole(site.first(summed)):
-            reduced[site.first(summed)] = None
-        if (pair := normalizing.difference(site, value, is_whole, is_mean)) is not None:
-            centred[value] = pair
-        nodes[node] = None
-    if not reduced or not centred:
+    found = dict(normalizing.arithmetic(site, root))
+    sums = (normalizing.reduced(site, node) for node in found.values())
+    reduced = dict.fromkeys(one for one in (site.first(v) for v in sums if v is not None) if is_whole(one))
+    # Most values have no sum behind them; only with one are differences worth a search.
+    if not reduced:
         return None
-    return normalizing.Region(root, channels, frozenset(nodes), tuple(reduced), centred)
+    pairs = {value: normalizing.difference(site, value, is_whole, is_mean) for value in found}
+    centred = {value: pair for value, pair in pairs.items() if pair is not None}
+    if not centred:
+        return None
+    return normalizing.Region(root, channels, frozenset(found.values()), tuple(reduced), centred)
 
 
 def _is_vector(site: Site, value: ir.Value, root: ir.Value, channels: int) -> bool:

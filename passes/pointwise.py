@@ -19,12 +19,12 @@ from gradfuse.custom_ops.pointwise_expressions import INPUTS, MOST_OPERATORS, OU
 from gradfuse.passes.algebra import UNIT, ZERO, Poly
 from gradfuse.passes.matching import Builder, Context, ContextPass, Mismatch, Policy, Rewrite, Site, names_of
 from gradfuse.passes.matching.cost import cost_of
-from gradfuse.passes.matching.draws import Draw, draw_of
 from gradfuse.passes.matching.fuse_pass import BUG
 from gradfuse.passes.matching.graphs import TOLERANCE, graphs_in
 from gradfuse.passes.matching.rewrite import anchor_of, apply, superfluous
 from gradfuse.passes.progress import counted
 from gradfuse.passes.proving import Refuted, Unproved, prove
+from gradfuse.passes.reading.draws import Draw, draw_of
 from gradfuse.passes.report import Fusion, NearMiss
 
 LEAST_SAVED = 2**20
@@ -301,9 +301,7 @@ class _Chains:
     def _draw(self, value: ir.Value) -> Draw | None:
         """The dropout that a value is the mask of."""
         if value not in self._draws:
-            node = value.producer()
-            is_mask = value.dtype == ir.DataType.BOOL and node is not None and node.op_type == "Reshape"
-            draw = draw_of(self.site.forms, value) if is_mask else None
+            draw = draw_of(self.site.forms, value)
             # A dropout of all elements needs no numbers.
             self._draws[value] = None if draw is None or draw.threshold >= THRESHOLD_END else draw
         return self._draws[value]

@@ -114,7 +114,10 @@ def eliminated(atoms: Atoms, eq: Atom) -> tuple[int, Poly | None]:
 
 def exclude_each_other(a: Atom, b: Atom) -> bool:
     """Whether two equalities say of one thing that it is two numbers."""
-    return any((a.args[0] - b.args[0].scaled(sign)).constant not in (None, 0.0) for sign in (1.0, -1.0))
+    left, right = a.args[0], b.args[0]
+    if (left.terms.keys() ^ right.terms.keys()) - {()}:
+        return False  # the usual case, at the least cost
+    return any((left - right.scaled(sign)).constant not in (None, 0.0) for sign in (1.0, -1.0))
 
 
 def end_of(atoms: Atoms, poly: Poly) -> tuple[int, Poly] | None:

@@ -16,10 +16,10 @@ import onnx_ir as ir
 
 from gradfuse.models.tensors import array_of
 from gradfuse.passes.algebra import UNIT, ZERO, Poly, TooComplex
-from gradfuse.passes.matching.draws import Draw, draw_of
 from gradfuse.passes.matching.rewrite import Mismatch
 from gradfuse.passes.matching.written_softmax import Same, WrittenSoftmax, softmax_of
 from gradfuse.passes.reading import Form, Forms, Opaque
+from gradfuse.passes.reading.draws import Draw, draw_of
 from gradfuse.passes.reading.nodes import FLOATS, Unreadable, attribute, through_casts
 
 Dims = tuple[int | str | None, ...]

@@ -115,7 +115,8 @@ class Site:
 
     def first(self, value: ir.Value) -> ir.Value:
         """The first value with the same elements in the same dimensions: what an Identity, or two views, are of."""
-        return min(self.equal(value), key=lambda v: self.position.get(v, -1))
+        values = self.equal(value)
+        return values[0] if len(values) == 1 else min(values, key=lambda v: self.position.get(v, -1))
 
     def equal(self, value: ir.Value) -> list[ir.Value]:
         """The values with the same elements in the same dimensions, with the value itself."""

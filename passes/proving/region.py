@@ -20,6 +20,7 @@ from gradfuse.errors import ArgumentError
 from gradfuse.passes.algebra import UNIT, Poly, number
 from gradfuse.passes.proving.verdicts import Refuted, Unproved
 from gradfuse.passes.reading import FLOATS, axes_of_size_one, has_reader, is_broadcast_axes, is_float, ort_training
+from gradfuse.passes.reading.draws import draw_of
 
 if TYPE_CHECKING:
     from gradfuse.passes.matching import Rewrite, Site
@@ -228,6 +229,9 @@ class Region:
             return forms.vector(value) is not None
         if node in own or node in self.rewrite.runs or node in forms.looked_through:
             return False
+        if draw_of(forms, value) is not None:
+            # Of the bits behind a mask there are as many as a graph says, in whatever size it is run.
+            return True
         if node.domain == "" and node.op_type in ("TopK", "ReduceMax"):
             # Rules rely on the order that a sort makes; and where a maximum is infinite, so is one of its numbers.
             return False

@@ -224,8 +224,7 @@ class Samples:
     def _decisive(self, dtype: np.dtype[Any]) -> list[int]:
         """Integers for which conditions of the graph may hold, and others for which they may not."""
         limits = np.iinfo(dtype)
-        singles = [int(a.flat[0]) for a in self._single_integers()]
-        found = {0, 1, *(n + step for n in singles for step in (-1, 0, 1))}
+        found = {0, 1, *(int(a.flat[0]) for a in self._single_integers())}
         return sorted(n for n in found if limits.min <= n <= limits.max)
 
     def _tests(self, number: int) -> bool:

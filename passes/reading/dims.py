@@ -211,6 +211,7 @@ class Dims:
         self._merged: dict[str, str] = {}
         self._known: dict[str, Poly] = {}  # by the text of a dimension
         self._resolved: dict[str, Poly] = {}  # what a dimension was found to be, by its name
+        self._within: frozenset[str] = frozenset()  # names in these sizes
         self._required: dict[tuple[ir.Value, int], Poly] = {}
         self._taken: set[str] = set()  # names that stand for themselves
         self._merge_names(graph)
@@ -243,8 +244,8 @@ class Dims:
         if name is None:
             return False
         name = self._name(name)
-        resolved = self._resolved.keys() & dims_in(self._algebra, [size])
-        if name.startswith("?") or resolved or name in dims_in(self._algebra, [size, *self._resolved.values()]):
+        names = dims_in(self._algebra, [size])
+        if name.startswith("?") or self._resolved.keys() & names or name in names | self._within:
             # No name, or one for a number and its multiple: exporters call rows "batch", too.
             self._required[value, axis] = size
         else:
@@ -254,9 +255,11 @@ class Dims:
     def learn(self, found: Mapping[str, Poly]) -> None:
         """Note what dimensions are, by their names."""
         self._resolved |= found
+        self._within |= dims_in(self._algebra, found.values())
         self._known.clear()
-        if any(found.keys() & dims_in(self._algebra, [size]) for size in self._resolved.values()):
+        if not self._within.isdisjoint(found):
             self._resolved = {name: self._resolved_in(size) for name, size in self._resolved.items()}
+            self._within = dims_in(self._algebra, self._resolved.values())
 
     def _resolved_in(self, size: Poly) -> Poly:
         """A size with what dimensions are in the place of their names."""

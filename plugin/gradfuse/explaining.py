@@ -13,6 +13,7 @@ import onnx_ir as ir
 from gradfuse import custom_ops
 from gradfuse.fusion import is_better, without_functions
 from gradfuse.models import reading
+from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes.diagnosis import CONTRACTIONS
 from gradfuse.passes.matching import names_of
@@ -113,16 +114,21 @@ def explain(model: Any) -> Explanation:
         ModelError: the model cannot be read.
         ArgumentError: `model` is something else.
     """
-    original = reading.load(model).ir
-    report = _reported(original)
-    whole = without_functions(original)
-    if whole is not None:
-        inlined = _reported(whole)
-        # Where as much is fused, what is left says more in one graph.
-        says_more = len(inlined.fusions) == len(report.fusions) and len(inlined.near_misses) > len(report.near_misses)
-        if is_better(inlined, report, original) or says_more:
-            original, report = whole, inlined
-    return Explanation(tuple(_regions(_Places(original), report.fusions, report.near_misses)), tuple(report.warnings))
+    with collection_paused():
+        original = reading.load(model).ir
+        report = _reported(original)
+        whole = without_functions(original)
+        if whole is not None:
+            inlined = _reported(whole)
+            # Where as much is fused, what is left says more in one graph.
+            says_more = len(inlined.fusions) == len(report.fusions) and len(inlined.near_misses) > len(
+                report.near_misses
+            )
+            if is_better(inlined, report, original) or says_more:
+                original, report = whole, inlined
+        return Explanation(
+            tuple(_regions(_Places(original), report.fusions, report.near_misses)), tuple(report.warnings)
+        )
 
 
 def _reported(model: ir.Model) -> Report:

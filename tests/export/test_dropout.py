@@ -106,18 +106,21 @@ def test_a_step_with_dropout_is_pytorchs_for_every_seed() -> None:
 class Attending(nn.Module):
     """Attention of short sequences, with dropout of its probabilities."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(16, 4, dropout=0.2, batch_first=True)
+        self.attention = nn.MultiheadAttention(4 * heads, heads, dropout=0.2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
 
 
-def test_the_gradient_of_a_softmax_before_a_dropout_is_fused() -> None:
-    """The test by numbers has random bits that are kept, and others."""
+@pytest.mark.parametrize("sizes", [(3, 4, 16), pytest.param((8, 12, 128), marks=pytest.mark.long)])
+def test_the_gradient_of_a_softmax_before_a_dropout_is_fused(sizes: tuple[int, int, int]) -> None:
+    """The second has more probabilities than the test by numbers runs, and their places as a constant."""
     torch.manual_seed(0)
-    step = export_training_step(Attending(), nn.MSELoss(), (torch.randn(3, 16, 16), torch.randn(3, 16, 16)))
+    items, heads, tokens = sizes
+    x, y = torch.randn(2, items, tokens, 4 * heads)
+    step = export_training_step(Attending(heads), nn.MSELoss(), (x, y), evaluation=False)
     assert step.report is not None
     assert "ScaledMaskedSoftmaxBackward" in [fusion.op for fusion in step.report.fusions]
 

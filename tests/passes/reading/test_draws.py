@@ -8,8 +8,8 @@ import onnx_ir as ir
 import pytest
 
 from gradfuse.custom_ops import draws
-from gradfuse.passes.matching.draws import draw_of
 from gradfuse.passes.reading import Forms
+from gradfuse.passes.reading.draws import draw_of
 
 NEWER = """    single = Constant<value_int=1>()
     below_limit = Sub(limit, single)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.custom_ops import draws
-from gradfuse.passes.reading import Forms
+from gradfuse.passes.reading.forms import Forms
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Draw:
 
 def draw_of(forms: Forms, kept: ir.Value) -> Draw | None:
     """Return the draw that decides a mask of booleans, one an element in row-major order; None of another value."""
+    node = kept.producer()
+    if kept.dtype != ir.DataType.BOOL or node is None or node.op_type != "Reshape":
+        return None
     walk = _Walk(forms)
     try:
         return walk.mask(kept)
