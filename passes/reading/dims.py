@@ -211,7 +211,7 @@ class Dims:
         self._merged: dict[str, str] = {}
         self._known: dict[str, Poly] = {}  # by the text of a dimension
         self._resolved: dict[str, Poly] = {}  # what a dimension was found to be, by its name
-        self._within: frozenset[str] = frozenset()  # names in these sizes
+        self._within: frozenset[str] = frozenset()  # names in these sizes, or in what they replaced
         self._required: dict[tuple[ir.Value, int], Poly] = {}
         self._taken: set[str] = set()  # names that stand for themselves
         self._merge_names(graph)

@@ -31,8 +31,7 @@ class Draw:
 
 def draw_of(forms: Forms, kept: ir.Value) -> Draw | None:
     """Return the draw that decides a mask of booleans, one an element in row-major order; None of another value."""
-    node = kept.producer()
-    if kept.dtype != ir.DataType.BOOL or node is None or node.op_type != "Reshape":
+    if kept.dtype != ir.DataType.BOOL:
         return None
     walk = _Walk(forms)
     try:

@@ -121,14 +121,12 @@ def explain(model: Any) -> Explanation:
         if whole is not None:
             inlined = _reported(whole)
             # Where as much is fused, what is left says more in one graph.
-            says_more = len(inlined.fusions) == len(report.fusions) and len(inlined.near_misses) > len(
-                report.near_misses
-            )
+            as_much = len(inlined.fusions) == len(report.fusions)
+            says_more = as_much and len(inlined.near_misses) > len(report.near_misses)
             if is_better(inlined, report, original) or says_more:
                 original, report = whole, inlined
-        return Explanation(
-            tuple(_regions(_Places(original), report.fusions, report.near_misses)), tuple(report.warnings)
-        )
+        regions = tuple(_regions(_Places(original), report.fusions, report.near_misses))
+    return Explanation(regions, tuple(report.warnings))
 
 
 def _reported(model: ir.Model) -> Report:
