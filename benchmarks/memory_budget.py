@@ -2,14 +2,16 @@
 
     python benchmarks/memory_budget.py [--page docs/training.md] [--only MODEL,...]
 
-Each step is exported with SGD, saved, and given less and less memory by `RecomputePass`. What a process grows by is
-measured by step_memory.py in a process of its own, and what a budget saves is the difference to the growth without.
-Steps with and without a budget are timed alternately.
+Each step is exported with SGD, saved, and given less and less memory by `RecomputePass`. What a process grows by in its
+runs is measured by step_memory.py in a process of its own. Without onnxruntime's arena every larger value is memory of
+its own from the system, which is what is predicted; the arena holds more. Steps with and without a budget are timed
+alternately. The page gets a table, and memory_budget.svg beside it the curves of time over memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -28,11 +30,14 @@ from gradfuse.errors import ArgumentError
 from gradfuse.training.budget import within_budget
 from gradfuse.training.step import TrainingStep
 
-SHARES = (0.8, 0.65, 0.5)
+SHARES = (0.8, 0.65, 0.5, 0.4)
 BATCHES = {"gpt": 16, "vit": 64, "resnet18": 64, "unet": 64}
 """Batches at which activations take several times what the gradients of parameters take."""
+LABELS = {"gpt": "GPT", "vit": "ViT", "resnet18": "ResNet-18", "unet": "U-Net"}
 START, END = "<!-- make bench-memory -->\n", "<!-- end -->\n"
 MIB = 2**20
+MMAP = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""glibc's setting by which every larger piece of memory is the system's."""
 
 
 class Letters(Gpt):
@@ -47,11 +52,13 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(BATCHES), help="models, separated by commas")
     options = parser.parse_args()
     lines = [
-        "| step | budget | predicted MiB | measured MiB | saved, predicted | saved, measured | time |",
+        "| step | budget | predicted MiB | measured MiB | with the arena MiB | time, predicted | time |",
         "|---|---|---|---|---|---|---|",
     ]
+    curves: dict[str, list[tuple[float, float]]] = {}
     for name in options.only.split(","):
-        for line in rows(name):
+        curves[name] = []
+        for line in rows(name, curves[name]):
             print(line, flush=True)
             lines.append(line)
     if options.page is not None:
@@ -59,9 +66,11 @@ def main() -> None:
         before, _, rest = text.partition(START)
         _, _, after = rest.partition(END)
         options.page.write_text(f"{before}{START}\n" + "\n".join(lines) + f"\n\n{END}{after}", encoding="utf-8")
+        plot(curves, options.page.with_name("memory_budget.svg"))
 
 
-def rows(name: str) -> Iterator[str]:
+def rows(name: str, curve: list[tuple[float, float]]) -> Iterator[str]:
+    """Yield the lines of a step's table, and append what it measures to a curve: memory and time, as shares."""
     model, count = MODELS[name], BATCHES[name]
     title = f"{model.title}, batch of {count}"
     if name == "gpt":
@@ -74,8 +83,9 @@ def rows(name: str) -> Iterator[str]:
         np.savez(arrays, **{f"0_{i}": a for i, a in enumerate(inputs)}, **{f"1_{i}": a for i, a in enumerate(targets)})  # type: ignore[arg-type]
         plain = within_budget(step, 1.0, None, name, batch)
         assert plain.recomputation is not None
-        before, grown = plain.recomputation.before / MIB, growth(plain, folder, arrays)
-        yield f"| {title} | - | {before:.0f} | {grown:.0f} | - | - | 1.00 |"
+        before, grown = plain.recomputation.before / MIB, growths(plain, folder, arrays)
+        yield f"| {title} | - | {before:.0f} | {grown[0]:.0f} | {grown[1]:.0f} | 1.00 | 1.00 |"
+        curve.append((1.0, 1.0))
         for share in SHARES:
             try:
                 less = within_budget(step, share, None, name, batch)
@@ -84,10 +94,11 @@ def rows(name: str) -> Iterator[str]:
                 yield f"| | {share:.0%} | refused: {least:.0f} at least | - | - | - | - |"
                 continue
             assert less.recomputation is not None
-            after, now = less.recomputation.after / MIB, growth(less, folder, arrays)
+            after, now = less.recomputation.after / MIB, growths(less, folder, arrays)
+            predicted = 1 + less.recomputation.extra_time
             ratio = slower(session, gradfuse.TrainingSession(less), inputs, targets)
-            saved = f"{before - after:.0f} | {grown - now:.0f}"
-            yield f"| | {share:.0%} | {after:.0f} | {now:.0f} | {saved} | {ratio:.2f} |"
+            yield f"| | {share:.0%} | {after:.0f} | {now[0]:.0f} | {now[1]:.0f} | {predicted:.2f} | {ratio:.2f} |"
+            curve.append((now[0] / grown[0], ratio))
 
 
 def exported(
@@ -103,12 +114,16 @@ def exported(
     return step, tuple(t.numpy() for t in inputs), tuple(t.numpy() for t in targets)
 
 
-def growth(step: TrainingStep, folder: str, arrays: str) -> float:
-    """MiB that a process grows by in which a step trains."""
+def growths(step: TrainingStep, folder: str, arrays: str) -> tuple[float, float]:
+    """MiB that a process grows by in runs of a step, without onnxruntime's arena and with it."""
     file = str(Path(folder) / "step.onnx")
     step.save(file, force=True)
-    script = str(Path(__file__).with_name("step_memory.py"))
-    return float(subprocess.run([sys.executable, script, "step", file, arrays], check=True, capture_output=True).stdout)
+    command = [sys.executable, str(Path(__file__).with_name("step_memory.py")), "run", file, arrays]
+    exact, usual = (
+        subprocess.run([*command, *more], check=True, capture_output=True, env={**os.environ, **setting}).stdout
+        for more, setting in ((["--no-arena"], MMAP), ([], {}))
+    )
+    return float(exact), float(usual)
 
 
 def slower(
@@ -119,7 +134,7 @@ def slower(
 ) -> float:
     """The median ratio of the times of the two, run alternately."""
     ratios = []
-    for _ in range(6):
+    for _ in range(9):
         times = []
         for session in (plain, less):
             start = time.perf_counter()
@@ -127,6 +142,23 @@ def slower(
             times.append(time.perf_counter() - start)
         ratios.append(times[1] / times[0])
     return statistics.median(ratios[1:])
+
+
+def plot(curves: dict[str, list[tuple[float, float]]], path: Path) -> None:
+    """Draw the time of steps over their memory, both as shares of those without a budget."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "gradfuse", "svg.fonttype": "none"})
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    for name, points in curves.items():
+        axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=LABELS[name])
+    axis.set(xlabel="memory of a run (1 = without a budget)", ylabel="time of a step")
+    axis.grid(True, linewidth=0.3)
+    axis.legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

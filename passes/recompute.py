@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from gradfuse import custom_ops
 from gradfuse.errors import ArgumentError
 from gradfuse.models.inlining import graphs_of
 from gradfuse.models.tensors import copy_model
@@ -45,6 +46,15 @@ _IN_PLACE = frozenset(
     }
 )
 """Operators whose result takes the memory of an input of its size that nothing reads any more."""
+OVERWRITING = frozenset(
+    {
+        *("BatchNormBackward", "CrossEntropyLossGrad", "LayerNormBackward", "Pointwise"),
+        "ScaledMaskedSoftmaxBackward",
+    }
+)
+"""Operators of gradfuse whose kernels do so with their first result."""
+_BLOCKED = "com.microsoft.nchwc"
+"""The domain of onnxruntime's operators on blocks of channels."""
 _DRAWS = frozenset(
     {"Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
@@ -54,6 +64,8 @@ _PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul", "Conv"})
 _INTO_PRODUCTS = frozenset({"Transpose", "Mul", "Div", "Add", "Relu"})
 """Operators that onnxruntime takes into products beside them, which changes roundings: nothing comes between."""
 
+_MOST_LEFT_OUT = 100
+"""How many of the values that the plan of the least memory keeps it is tried without."""
 _ATTEMPTS = 6
 """How many plans are tried, each with less memory than the last, until one is within the budget as it is run."""
 
@@ -356,6 +368,8 @@ class _Step:
         if node.op_type in ("MatMul", "Gemm", "FusedMatMul") and a and b:
             inner = math.prod(a) * math.prod(b) / max(1, math.prod(out)) if len(a) == len(b) == 2 else a[-1] ** 2
             return 2.0 * count * math.sqrt(inner)
+        if node.op_type == "ConvolutionBackward" and shape[2] is not None:
+            return 4.0 * math.prod(a) * math.prod(shape[2][1:])  # As much for either gradient as the convolution.
         if node.op_type.startswith("Conv"):
             return 2.0 * count * math.prod(b[1:])
         if "Attention" in node.op_type and len(a) > 1:
@@ -452,12 +466,10 @@ class _Step:
         for place, (index, is_copy) in enumerate(order):
             made = {(v, is_copy): self.size[v] for v in self.makes[index] if self.own[v]}
             gone = [alive[key] for key in dying.get(place, ()) if key in alive]
-            new = sum(made.values())
-            node = self.nodes[index]
-            if node.domain == "" and node.op_type in _IN_PLACE and new in gone:
-                most = max(most, total)
-            else:
-                most = max(most, total + new)
+            new, first = sum(made.values()), made.get((self.makes[index][0], is_copy))
+            if first in gone and _is_in_place(self.nodes[index]):
+                new -= first
+            most = max(most, total + new)
             for key in dying.get(place, ()):
                 total -= alive.pop(key, 0)
             for key, size in made.items():
@@ -495,32 +507,56 @@ class _Step:
 def _choose(steps: _Step, everything: _Plan, budget: int) -> _Plan:
     """Return the plan of the least further time within a budget or, if there is none, of the least memory.
 
-    The forward pass is divided into parts, of which only the borders are kept. Then as much more is kept as fits: what
-    takes long to compute for its bytes first.
+    The forward pass is divided into parts, of which only the borders are kept. The end of the last, which the backward
+    pass would compute again at once, is kept as far as that takes no more memory. Then as much more is kept as fits:
+    what takes long to compute for its bytes first. If no division is within the budget, the one of the least memory is
+    tried without one value after the other, the largest first.
     """
     if everything.peak <= budget:
         return everything
-    by_price = sorted(steps.candidates - steps.scaled, key=lambda v: -steps.cost[steps.maker[v]] / steps.size[v])
+    free = steps.candidates - steps.scaled
+    by_price = sorted(free, key=lambda v: -steps.cost[steps.maker[v]] / steps.size[v])
+    place = {index: place for place, index in enumerate(steps.first)}
+    from_the_end = sorted(free, key=lambda v: -place[steps.maker[v]])
     best: _Plan | None = None
-    least = everything
+    least, least_kept = everything, steps.candidates
     counts = {number for i in range(12) for number in (2**i, 3 * 2**i) if number <= len(steps.first) // 2}
     for count in sorted({1, *counts}):
         borders = steps.cuts(count) - steps.scaled
         plan = steps.plan(borders)
-        least = min(least, plan, key=lambda one: one.peak)
-        low, high = 0, len(by_price)
+        end, plan = _most_kept(steps, plan, borders, from_the_end, max(plan.peak, budget))
+        kept = borders.union(from_the_end[:end])
         if plan.peak > budget:
+            if (plan.peak, plan.extra) < (least.peak, least.extra):
+                least, least_kept = plan, kept
             continue
-        while high - low > 1:
-            middle = (low + high) // 2
-            tried = steps.plan(borders.union(by_price[:middle]))
-            if tried.peak <= budget:
-                low, plan = middle, tried if tried.extra <= plan.extra else plan
-            else:
-                high = middle
+        _, plan = _most_kept(steps, plan, kept, by_price, budget)
         if best is None or plan.extra < best.extra:
             best = plan
-    return best or least
+    if best is not None:
+        return best
+    for value in sorted(least_kept, key=lambda v: -steps.size[v])[:_MOST_LEFT_OUT]:
+        tried = steps.plan(least_kept - {value})
+        if tried.peak < least.peak:
+            least, least_kept = tried, least_kept - {value}
+        if least.peak <= budget:
+            return _most_kept(steps, least, least_kept, by_price, budget)[1]
+    return least
+
+
+def _most_kept(
+    steps: _Step, plan: _Plan, kept: frozenset[int], more: Sequence[int], budget: int
+) -> tuple[int, _Plan]:
+    """Return how many of further values can be kept, the first ones first, and the plan of the least further time."""
+    low, high = 0, len(more)
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = steps.plan(kept.union(more[:middle]))
+        if tried.peak <= budget:
+            low, plan = middle, tried if tried.extra <= plan.extra else plan
+        else:
+            high = middle
+    return low, plan
 
 
 def _rewrite(graph: ir.Graph, steps: _Step, plan: _Plan) -> None:
@@ -699,6 +735,11 @@ def _is_number(value: ir.Value) -> bool:
     return bool(value.name) and value.dtype not in (None, ir.DataType.UNDEFINED, ir.DataType.STRING)
 
 
+def _is_in_place(node: ir.Node) -> bool:
+    """Whether the first result of a node may take the memory of an input."""
+    return node.op_type in {"": _IN_PLACE, custom_ops.DOMAIN: OVERWRITING}.get(node.domain, ())
+
+
 def _are_joined(producer: ir.Node, node: ir.Node) -> bool:
     """Whether onnxruntime may make one operator of two, of which one computes a product or a normalization."""
     both = (producer.op_type, node.op_type)
@@ -719,6 +760,15 @@ def _bytes(value: ir.Value, shape: Sequence[int] | None) -> int:
     return math.ceil(math.prod(shape) * value.dtype.itemsize)
 
 
+def _write_in_standard(node: ir.Node) -> None:
+    """Make a node on blocks of channels a standard one, whose shapes follow."""
+    last = node.attributes.get("channels_last")
+    node.domain = ""
+    if node.op_type in ("ReorderInput", "ReorderOutput") and (last is None or not last.as_int()):
+        node.op_type = "Identity"
+        node.attributes.clear()
+
+
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:
     yield from graph.inputs
     yield from graph.initializers.values()
@@ -735,7 +785,10 @@ def _read_by(node: ir.Node) -> list[ir.Value]:
 
 
 def _shapes(model: ir.Model, sizes: Mapping[str, int]) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the shapes of the values of a graph by name, and the dimensions of inputs whose sizes are not known."""
+    """Return the shapes of the values of a graph by name, and the dimensions of inputs whose sizes are not known.
+
+    Values whose types are not declared, as those that onnxruntime's optimizations make, get the types that follow.
+    """
     copy = copy_model(model)
     assumed: dict[str, None] = {}
     for value in copy.graph.inputs:
@@ -748,9 +801,13 @@ def _shapes(model: ir.Model, sizes: Mapping[str, int]) -> tuple[dict[str, tuple[
     for value in values:
         if value.shape is not None and not value.shape.is_static():
             value.shape = None
+    for node in copy.graph:
+        if node.domain == _BLOCKED:
+            _write_in_standard(node)
     shapes.infer(copy, values)
     found = {}
-    for value in _values(copy.graph):
+    for own, value in zip(_values(model.graph), _values(copy.graph), strict=True):
+        own.dtype = own.dtype or value.dtype
         if value.shape is not None:
             found[str(value.name)] = tuple(dim if isinstance(dim, int) else ASSUMED_DIM for dim in value.shape)
     return found, list(assumed)

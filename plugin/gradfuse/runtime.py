@@ -30,6 +30,21 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
+def session_options() -> Any:
+    """Return `onnxruntime.SessionOptions` that log nothing and let a run take no more memory than its values need.
+
+    Raises:
+        GradfuseError: onnxruntime is not installed.
+    """
+    options = import_onnxruntime().SessionOptions()
+    options.log_severity_level = SILENT
+    # The pattern is memory of its own beside what the first run took, and later runs are no faster for it.
+    options.enable_mem_pattern = False
+    # A value that takes over the memory of another of its size would hold it from the first value on, unused between.
+    options.enable_mem_reuse = False
+    return options
+
+
 def is_of_onnxruntime(error: Exception) -> bool:
     """Whether onnxruntime has raised an exception, and not a signal's handler while one of its functions was called."""
     if type(error).__module__.startswith("onnxruntime."):

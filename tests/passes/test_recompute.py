@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +33,20 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+class Picture(nn.Module):
+    """What onnxruntime's optimizations write in operators of their own: pooling of blocks of channels, one split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2))
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.first(x).flatten(2).mT
+        q, k, v = self.qkv(tokens).unflatten(2, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return self.out((torch.softmax(q @ k.mT / 4, -1) @ v).transpose(1, 2).flatten(2).mean(1))  # type: ignore[no-any-return]
 
 
 def made(budget: int | float | str | None, *, dynamic: bool = False) -> TrainingStep:
@@ -91,3 +108,24 @@ def test_the_least_is_named_and_possible() -> None:
     recompute = RecomputePass(least, {"batch": BATCH})
     recompute(model)
     assert recompute.report is not None and recompute.report.after <= least
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("budget", [1.0, 0.9])
+def test_a_process_grows_by_what_is_predicted(tmp_path: Path, budget: float) -> None:
+    torch.manual_seed(0)
+    module, x, y = Picture(), torch.randn(256, 3, 32, 32), torch.randint(0, 10, (256,))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    step = gradfuse.export_training_step(
+        module, nn.CrossEntropyLoss(), (x, y), optimizer, memory_budget=budget, verify="quick"
+    )
+    step.save(tmp_path / "step.onnx")
+    np.savez(tmp_path / "batch.npz", **{"0_0": x.numpy(), "1_0": y.numpy()})
+    script = Path(__file__).parents[2] / "benchmarks" / "step_memory.py"
+    command = [sys.executable, str(script), "run", "step.onnx", "batch.npz", "--no-arena"]
+    # Each larger piece of memory is the system's.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    grown = float(subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True).stdout)
+    assert step.recomputation is not None
+    assert abs(grown - step.recomputation.after / 2**20) <= 0.1 * grown

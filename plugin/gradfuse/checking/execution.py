@@ -31,7 +31,7 @@ from gradfuse.models.tensors import (
     tensor_bytes,
     to_proto,
 )
-from gradfuse.runtime import SILENT, find_files_in, import_onnxruntime, reason, session_of
+from gradfuse.runtime import find_files_in, import_onnxruntime, reason, session_of, session_options
 
 FLOATS = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 """The floating point types that a model may compute in, from narrow to wide."""
@@ -63,11 +63,9 @@ class Session:
     """
 
     def __init__(self, model: ir.Model, source: str, *, kernels: bool = True) -> None:
-        onnxruntime = import_onnxruntime()
         self._source = source
         self._dtypes = {str(value.name): _numpy_dtype(value) for value in (*model.graph.inputs, *model.graph.outputs)}
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = SILENT
+        options = session_options()
         # A model is run once or twice: an arena would keep the memory of its largest results.
         options.enable_cpu_mem_arena = False
         if tensor_bytes(model) >= _LARGE:

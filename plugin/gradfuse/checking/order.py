@@ -18,7 +18,7 @@ from gradfuse.checking.execution import inference_session, run_in_place
 from gradfuse.errors import ModelError
 from gradfuse.models import files, scatters
 from gradfuse.models.tensors import copy_model
-from gradfuse.runtime import SILENT, import_onnxruntime, reason
+from gradfuse.runtime import reason, session_options
 
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
 
@@ -48,9 +48,7 @@ def observed(model: ir.Model, feeds: Mapping[str, Any], who: str) -> Observed:
         GradfuseError: onnxruntime is not installed.
         ModelError: it cannot load the model, or run it on these arrays.
     """
-    options = import_onnxruntime().SessionOptions()
-    options.log_severity_level = SILENT
-    options.enable_mem_pattern = False
+    options = session_options()
     if scatters.reduces_by_scatter_nd(model):
         options.intra_op_num_threads = 1
     if library.find_library() is not None:

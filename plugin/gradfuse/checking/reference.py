@@ -25,7 +25,7 @@ from gradfuse.models.arrays import Arrays
 from gradfuse.models.inlining import captured_by, graphs_of, inline
 from gradfuse.models.spilling import Shelf, Spilled
 from gradfuse.models.tensors import copy_model
-from gradfuse.runtime import import_onnxruntime, reason
+from gradfuse.runtime import import_onnxruntime, reason, session_options
 
 _Array = npt.NDArray[Any]
 
@@ -345,10 +345,9 @@ class _Sessions:
 
     def _opened(self, content: bytes, by_kernel: bool) -> Any:
         onnxruntime = import_onnxruntime()
-        options = onnxruntime.SessionOptions()
+        options = session_options()
         if by_kernel:
             library.register(options)
-        options.log_severity_level = 4
         options.intra_op_num_threads = self._threads
         # Each would keep the memory of its largest results, and there is one session per kind of layer.
         options.enable_cpu_mem_arena = False

@@ -23,7 +23,7 @@ from gradfuse.models import files, tensor_files
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.memory import collection_paused, give_back
 from gradfuse.models.plain_reading import PlainModel, with_values
-from gradfuse.runtime import SILENT, find_files_in, import_onnxruntime, is_of_onnxruntime, reason, session_of
+from gradfuse.runtime import find_files_in, import_onnxruntime, is_of_onnxruntime, reason, session_of, session_options
 from gradfuse.training import checkpoints
 from gradfuse.training.arguments import (
     TensorType,
@@ -704,10 +704,7 @@ class TrainingSession:
         return by_name | arrays if optimizer else by_name
 
     def _default_options(self) -> Any:
-        options = import_onnxruntime().SessionOptions()
-        options.log_severity_level = SILENT
-        # The pattern is memory of its own beside what the first step took, and steps are no faster for it.
-        options.enable_mem_pattern = False
+        options = session_options()
         if library.find_library() is not None:
             library.register(options)
         return options
