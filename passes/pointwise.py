@@ -40,6 +40,7 @@ _LISTS = {"Sum": "Add", "Max": "Max", "Min": "Min"}
 _MOST_DIMENSIONS = 8  # that kernels know
 _READERS = 24  # of a result that are looked at
 _MASK = 8  # tensors of float32 that move while a mask is computed node by node, and more
+_MOST_MOVED = 4 * MOST_OPERATORS + _MASK * (len(INPUTS) + len(OUTPUTS))  # tensors that the nodes of a chain move
 _AROUND = 64  # nodes between the operands of a chain and its results that are looked at
 
 
@@ -76,7 +77,7 @@ class FusePointwisePass(ContextPass):
                 continue
             chains, dead = _Chains(site), dict[ir.Node, None]()
             for root in counted(list(reversed(site.graph)), OPERATOR.name, context.progress):
-                if root in dead or not chains.takes(root):
+                if root in dead or not chains.takes(root) or not self._may_pay_around(site, root):
                     continue
                 for most, siblings in ((len(OUTPUTS), True), (len(OUTPUTS), False), (1, False)):
                     chain = chains.around(root, most, siblings=siblings)
@@ -91,6 +92,14 @@ class FusePointwisePass(ContextPass):
         if self.fusions:
             context.model.graph.opset_imports.setdefault(custom_ops.DOMAIN, custom_ops.VERSION)
         return bool(self.fusions)
+
+    def _may_pay_around(self, site: Site, root: ir.Node) -> bool:
+        """Whether a chain with a node could save enough if it were as long as any, and moved nothing."""
+        if self.policy == "all":
+            return True
+        # All results have the root's shape and type. In 16 bits a node may be computed between two casts.
+        wide = 1 if root.outputs[0].dtype == ir.DataType.FLOAT else 5
+        return cost_of(site, [root], self.sizes).bytes * wide * _MOST_MOVED >= LEAST_SAVED
 
     def _may_pay(self, site: Site, chain: _Chain) -> bool:
         """Whether a chain, the largest of those around a node, could save enough if it moved nothing."""

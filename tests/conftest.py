@@ -23,8 +23,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("gradfuse")
 
 
-CASES, LONG_CASES = 100, 300
-"""How many random modules, and how many random models, the suite has, and it and the long tests together."""
+CASES = {"module_seeds": 60, "model_seeds": 100}
+"""How many random modules, and how many random models, the suite has."""
+LONG_CASES = 300
+"""How many of each it has with the long tests."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Divide the seeds of random cases."""
     for name in {"module_seeds", "model_seeds"}.intersection(metafunc.fixturenames):
         chosen = metafunc.config.getoption("--random-cases")
-        quick, count = (CASES, LONG_CASES) if chosen is None else (chosen, chosen)
+        quick, count = (CASES[name], LONG_CASES) if chosen is None else (chosen, chosen)
         parts = [range(first, min(first + 10, count)) for first in range(0, count, 10)]
         cases = [pytest.param(part, marks=pytest.mark.long if part.start >= quick else ()) for part in parts]
         metafunc.parametrize(name, cases, ids=[f"{part.start}-{part.stop - 1}" for part in parts])

@@ -73,6 +73,7 @@ def seeded(path: Path) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("case", _cases())
+@pytest.mark.sampled(every=2)
 def test_corpus_survives_the_way_there_and_back(case: Case) -> None:
     model = seeded(case.path)
     passes = checks(model)

@@ -54,6 +54,7 @@ def test_the_schema_is_that_of_the_table(operator: Operator) -> None:
 
 
 @pytest.mark.parametrize("name, dtype", DTYPES, ids=str)
+@pytest.mark.sampled(every=2)
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
     """Schema, fake kernel and autograd registration, and the same from AOTAutograd with dynamic shapes."""
     torch.manual_seed(0)
