@@ -519,7 +519,7 @@ def _choose(steps: _Step, everything: _Plan, budget: int) -> _Plan:
     place = {index: place for place, index in enumerate(steps.first)}
     from_the_end = sorted(free, key=lambda v: -place[steps.maker[v]])
     best: _Plan | None = None
-    least, least_kept = everything, steps.candidates
+    least, least_kept = everything, frozenset(steps.candidates)
     counts = {number for i in range(12) for number in (2**i, 3 * 2**i) if number <= len(steps.first) // 2}
     for count in sorted({1, *counts}):
         borders = steps.cuts(count) - steps.scaled
@@ -807,7 +807,8 @@ def _shapes(model: ir.Model, sizes: Mapping[str, int]) -> tuple[dict[str, tuple[
     shapes.infer(copy, values)
     found = {}
     for own, value in zip(_values(model.graph), _values(copy.graph), strict=True):
-        own.dtype = own.dtype or value.dtype
+        if own.dtype is None and value.dtype is not None:
+            own.dtype = value.dtype
         if value.shape is not None:
             found[str(value.name)] = tuple(dim if isinstance(dim, int) else ASSUMED_DIM for dim in value.shape)
     return found, list(assumed)

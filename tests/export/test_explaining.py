@@ -60,12 +60,6 @@ def has_no_translation(h: Tensor) -> Tensor:
     return h - values.sum()
 
 
-def packs_sequences(h: Tensor) -> Tensor:
-    packed = nn.utils.rnn.pack_padded_sequence(h.unsqueeze(-1), torch.full((len(h),), 5), batch_first=True)
-    padded: Tensor = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
-    return padded.squeeze(-1)
-
-
 def makes_a_sparse_tensor(h: Tensor) -> Tensor:
     summed: Tensor = torch.sparse.mm(h.relu().to_sparse(), h.t())
     return summed
@@ -120,7 +114,6 @@ def fails_in_a_library(h: Tensor) -> Tensor:
         (loops_over_a_count, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
         (decides_by_a_count, ["numbers that it takes out of tensors", "expected sizes and branches that follow from"]),
         (calls_numpy, ["takes a tensor to numpy", "expected torch's functions"]),
-        (packs_sequences, ["packs sequences", "expected a recurrent layer on the padded batch"]),
         (makes_a_sparse_tensor, ["sparse tensor", "expected sums by index_add or scatter_add"]),
         (counts_classes, ["one_hot", "expected its argument num_classes"]),
         (has_no_translation, ["aten._linalg_svd.default", "no ONNX translation", "expected other operators"]),

@@ -121,7 +121,7 @@ def test_a_process_grows_by_what_is_predicted(tmp_path: Path, budget: float) -> 
         module, nn.CrossEntropyLoss(), (x, y), optimizer, memory_budget=budget, verify="quick"
     )
     step.save(tmp_path / "step.onnx")
-    np.savez(tmp_path / "batch.npz", **{"0_0": x.numpy(), "1_0": y.numpy()})
+    np.savez(tmp_path / "batch.npz", **{"0_0": x.numpy(), "1_0": y.numpy()})  # type: ignore[arg-type]
     script = Path(__file__).parents[2] / "benchmarks" / "step_memory.py"
     command = [sys.executable, str(script), "run", "step.onnx", "batch.npz", "--no-arena"]
     # Each larger piece of memory is the system's.

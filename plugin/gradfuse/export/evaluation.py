@@ -34,6 +34,7 @@ from gradfuse.export import (
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
+from gradfuse.export.packed_sequences import padded
 from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.rounding import WideSparse
@@ -177,7 +178,8 @@ class _Traced(nn.Module):
             copies = {name: value.clone() if name in step.buffers else value for name, value in state.items()}
             answered = branches.answered(step, taken, copies, changed, differentiates=inside)
             scanned = contextlib.nullcontext() if inside else recurrences.scanned()
-            with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), answered:
+            packed = contextlib.nullcontext() if inside else padded()
+            with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), answered, packed:
                 return _outputs(step, copies, inputs)
 
         state = dict(zip(step.state, values, strict=True))

@@ -432,11 +432,6 @@ class _Calls(TorchFunctionMode):
 def _untraceable(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> tuple[str, str] | None:
     """Return what a call does that a traced program cannot represent, and what to do instead."""
     name = getattr(func, "__name__", "")
-    if name.endswith("pack_padded_sequence"):
-        return (
-            "packs sequences of several lengths",
-            "a recurrent layer on the padded batch, and output[torch.arange(items), lengths - 1] for its last steps",
-        )
     if name in ("numpy", "__array__"):
         return "takes a tensor to numpy, which would be a constant", "torch's functions"
     if func is F.embedding_bag and inspect.signature(func).bind(*args, **kwargs).arguments.get("scale_grad_by_freq"):

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradfuse.custom_ops import OPS, gru_recurrence, lstm_recurrence, recurrence
 from gradfuse.custom_ops.operator import Variant
+from gradfuse.export.packed_sequences import Pack, pack_of
 from gradfuse.export.translation import OPSET_OF_FUNCTIONS, caller
 from gradfuse.torch.ops import register_ops
 
@@ -135,9 +136,10 @@ for _name, _gradients in (("LstmRecurrence", lstm_recurrence.gradients), ("GruRe
 def scanned() -> Iterator[None]:
     """Let GRU and LSTM layers that are called under it be traced as `gru_steps` and `lstm_steps`.
 
-    Packed sequences, `nn.RNN` and projections of the state (`proj_size`) stay as they are. With dropout between their
-    layers, which PyTorch would trace as none, the last two are traced step by step here. Under autocast, `nn.RNN` and
-    cells are traced as products, of which torch casts the operands.
+    `nn.RNN` and projections of the state (`proj_size`) stay as they are. With dropout between their layers, which
+    PyTorch would trace as none, or with packed sequences, they are traced step by step here. Under autocast, `nn.RNN`
+    and cells are traced as products, of which torch casts the operands. Layers run on padded sequences in the place of
+    packed ones.
     """
     with _Scanned():
         yield
@@ -162,6 +164,13 @@ class _Scanned(TorchFunctionMode):
         if cell is not None and narrow and not kwargs:
             return cell(*args)
         # A packed sequence comes with its batch sizes in the place of the first state.
+        pack = pack_of(args[1]) if layer is not None and len(args) == 9 else None
+        if pack is not None and layer is not None:
+            data, _, first, *settings = args
+            if layer is _lstm:
+                layer = _projected_lstm if first[0].shape[-1] != first[1].shape[-1] else layer
+            states, *last = layer(pack.padded(data), first, *settings, False, pack)
+            return pack.packed(states), *last
         if layer is not None and not kwargs and len(args) == 9 and isinstance(args[3], bool):
             first, drops = args[1], args[4] > 1 and args[5] > 0.0 and args[6]
             if layer is _lstm and first[0].shape[-1] != first[1].shape[-1]:
@@ -280,27 +289,40 @@ def _stacked(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
+    pack: Pack | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run a sequence through all layers; return the result and the last states of each layer and direction, stacked."""
+    """Run a sequence through all layers; return the result and the last states of each layer and direction, stacked.
+
+    Sequences of a pack end at their own lengths. Results after them are of no meaning.
+    """
     directions = 2 if bidirectional else 1
     each = len(weights) // (layers * directions)
     x = x.transpose(0, 1) if batch_first else x
     last: list[_Tensors] = []
     for layer in range(layers):
-        if layer:
+        if layer and pack is not None and dropout and train:
+            x = pack.padded(torch.nn.functional.dropout(pack.packed(x), dropout, train))
+        elif layer:
             x = torch.nn.functional.dropout(x, dropout, train)
         outputs = []
         for direction in range(directions):
             at = layer * directions + direction
             of_input, of_state, *others = weights[each * at : each * (at + 1)]
             input_bias, state_bias = others[:2] if has_biases else (None, None)
-            projected = torch.nn.functional.linear(x, of_input, input_bias)
+            backward = direction == 1
+            read = pack.reversed(x) if pack is not None and backward else x
+            projected = torch.nn.functional.linear(read, of_input, input_bias)
             # Under autocast the projection is narrower than the weights.
             weight, bias = (None if one is None else one.to(projected.dtype) for one in (of_state, state_bias))
             assert weight is not None
-            states = steps(projected, at, weight, bias, direction == 1)
-            last.append(tuple(one[0 if direction else -1] for one in states))
-            outputs.append(states[0])
+            if pack is None:
+                states = steps(projected, at, weight, bias, backward)
+                last.append(tuple(one[0 if backward else -1] for one in states))
+                outputs.append(states[0])
+            else:
+                states = steps(projected, at, weight, bias, False)
+                last.append(tuple(map(pack.last, states)))
+                outputs.append(pack.reversed(states[0]) if backward else states[0])
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
     x = x.transpose(0, 1) if batch_first else x
     return x, [torch.stack(one) for one in zip(*last, strict=True)]

@@ -35,6 +35,7 @@ from gradfuse.export import (
 from gradfuse.export.decompositions import backward, complex_numbers, forward, in_float64, logarithms
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
+from gradfuse.export.packed_sequences import padded
 from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.selections import CannotSelectError
@@ -290,7 +291,8 @@ class _Traced(nn.Module):
             state |= {name: state[name].clone() for name in step.buffers}
             answered = branches.answered(step, taken, state, native.changed, differentiates=native.differentiates)
             scanned = contextlib.nullcontext() if native.differentiates else recurrences.scanned()
-            with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), answered:
+            packed = contextlib.nullcontext() if native.differentiates else padded()
+            with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), answered, packed:
                 return step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets], watch)
 
         if native.differentiates:
