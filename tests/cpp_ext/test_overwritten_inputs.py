@@ -14,8 +14,9 @@ from operators import SAMPLES, Sample
 from torch import Tensor
 
 from gradfuse.custom_ops import DOMAIN, OPS
+from gradfuse.passes.recompute import OVERWRITING
 
-OVERWRITTEN = {"BatchNormBackward": 0, "CrossEntropyLossGrad": 1, "Pointwise": 0, "ScaledMaskedSoftmaxBackward": 0}
+OVERWRITTEN = {op: 1 if op == "CrossEntropyLossGrad" else 0 for op in sorted(OVERWRITING)}
 """Operator -> index of the input; the first output has its shape."""
 
 
