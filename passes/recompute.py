@@ -544,9 +544,7 @@ def _choose(steps: _Step, everything: _Plan, budget: int) -> _Plan:
     return least
 
 
-def _most_kept(
-    steps: _Step, plan: _Plan, kept: frozenset[int], more: Sequence[int], budget: int
-) -> tuple[int, _Plan]:
+def _most_kept(steps: _Step, plan: _Plan, kept: frozenset[int], more: Sequence[int], budget: int) -> tuple[int, _Plan]:
     """Return how many of further values can be kept, the first ones first, and the plan of the least further time."""
     low, high = 0, len(more)
     while high - low > 1:

@@ -30,8 +30,11 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
-def session_options() -> Any:
-    """Return `onnxruntime.SessionOptions` that log nothing and let a run take no more memory than its values need.
+def session_options(*, arena: bool = True) -> Any:
+    """Return `onnxruntime.SessionOptions` that log nothing and let runs take little memory.
+
+    Args:
+        arena: whether memory is kept for the next run.
 
     Raises:
         GradfuseError: onnxruntime is not installed.
@@ -40,8 +43,11 @@ def session_options() -> Any:
     options.log_severity_level = SILENT
     # The pattern is memory of its own beside what the first run took, and later runs are no faster for it.
     options.enable_mem_pattern = False
-    # A value that takes over the memory of another of its size would hold it from the first value on, unused between.
-    options.enable_mem_reuse = False
+    if arena:
+        # A value that takes over the memory of another of its size holds it from the first value on, unused between.
+        options.enable_mem_reuse = False
+    else:
+        options.enable_cpu_mem_arena = False
     return options
 
 

@@ -65,9 +65,8 @@ class Session:
     def __init__(self, model: ir.Model, source: str, *, kernels: bool = True) -> None:
         self._source = source
         self._dtypes = {str(value.name): _numpy_dtype(value) for value in (*model.graph.inputs, *model.graph.outputs)}
-        options = session_options()
         # A model is run once or twice: an arena would keep the memory of its largest results.
-        options.enable_cpu_mem_arena = False
+        options = session_options(arena=False)
         if tensor_bytes(model) >= _LARGE:
             # Prepacking would copy the weights, while those in files take no memory.
             options.add_session_config_entry("session.disable_prepacking", "1")

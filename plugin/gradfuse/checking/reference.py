@@ -345,12 +345,11 @@ class _Sessions:
 
     def _opened(self, content: bytes, by_kernel: bool) -> Any:
         onnxruntime = import_onnxruntime()
-        options = session_options()
+        # An arena would keep the memory of its largest results, and there is one session per kind of layer.
+        options = session_options(arena=False)
         if by_kernel:
             library.register(options)
         options.intra_op_num_threads = self._threads
-        # Each would keep the memory of its largest results, and there is one session per kind of layer.
-        options.enable_cpu_mem_arena = False
         # Threads that spin while they wait would take time from those that work.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         # The graph runs as it is written, and sessions of long graphs open several times faster.
