@@ -54,7 +54,7 @@ def made(module: nn.Module) -> nn.Module:
     [{}, {"both": False}, {"kind": nn.GRU, "num_layers": 2}, {"kind": nn.GRU, "both": False}, {"is_sorted": True}],
     ids=str,
 )
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=5)
 def test_layers_train_as_in_pytorch(settings: dict[str, Any]) -> None:
     lengths = [sorted(one, reverse=settings.get("is_sorted", False)) for one in EVERY_LENGTH]
     # In the second the sequences are shorter than their padding.
@@ -62,6 +62,7 @@ def test_layers_train_as_in_pytorch(settings: dict[str, Any]) -> None:
     trains_like_torch(lambda: made(Classifier(**settings)), F.cross_entropy, batches, dynamic_shapes=DYNAMIC)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{"kind": nn.RNN}, {"proj_size": 5}], ids=str)
 def test_layers_that_are_traced_step_by_step(settings: dict[str, Any]) -> None:
     batches = [batch(one, 7) for one in ([3, 7, 5, 1], [3, 6, 5, 2])]
@@ -116,6 +117,7 @@ class OneByOne(Classifier):
         return self.out(torch.stack([one.mean(0) for one in unpack_sequence(self.layer(packed)[0])]))  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_rows_are_read_and_changed() -> None:
     batches = [batch(sorted(one, reverse=True), steps) for one, steps in zip(EVERY_LENGTH, (7, 9, 4), strict=True)]
     trains_like_torch(lambda: made(Captions()), lambda value, _: value, batches, dynamic_shapes=DYNAMIC)
@@ -123,6 +125,26 @@ def test_rows_are_read_and_changed() -> None:
     trains_like_torch(lambda: made(Changed()), F.cross_entropy, batches, dynamic_shapes=DYNAMIC)
     trains_like_torch(lambda: made(Written()), F.cross_entropy, batches, dynamic_shapes=DYNAMIC)
     trains_like_torch(lambda: made(OneByOne()), F.cross_entropy, [batch([3, 7, 5, 1], 7)] * 2)
+
+
+class Measurements(nn.Module):
+    """Numbers that are not there after the end of each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.GRU(2, 4, batch_first=True, bidirectional=True), nn.Linear(8, 3)
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        steps = torch.arange(words.shape[1])
+        numbers = torch.where(steps < lengths[:, None], (words / 20).to(self.out.weight.dtype), torch.nan)
+        packed = pack_padded_sequence(torch.stack([numbers, numbers.cos()], 2), lengths, True, enforce_sorted=False)
+        return self.out(pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0].sum(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.long
+def test_what_lies_after_the_end_of_a_sequence_is_never_read() -> None:
+    batches = [batch(one, steps) for one, steps in zip(EVERY_LENGTH, (7, 9, 4), strict=True)]
+    trains_like_torch(lambda: made(Measurements()), F.cross_entropy, batches, dynamic_shapes=DYNAMIC)
 
 
 def test_rows_that_nothing_reads_are_not_selected() -> None:
@@ -141,6 +163,7 @@ def test_lengths_that_pytorch_refuses_are_refused() -> None:
             session.step(inputs, target)
 
 
+@pytest.mark.long
 def test_the_evaluation_model_reads_them_too() -> None:
     module = made(Classifier())
     given = batch([3, 7, 5, 1], 7)

@@ -80,18 +80,20 @@ class Pack:
         batch_first: whether the first dimension of the input is that of the items, not of the steps.
 
     Attributes:
-        sequence: the padded sequences, steps first.
+        sequence: the padded sequences, steps first, with zeros after the end of each.
         items: how many they are.
         batch_sizes: how many sequences have each step.
     """
 
     def __init__(self, input: Tensor, lengths: Tensor, batch_first: bool) -> None:
-        self.sequence = input.transpose(0, 1) if batch_first else input
-        self.items = self.sequence.shape[1]
-        steps = torch.arange(self.sequence.shape[0])
+        sequence = input.transpose(0, 1) if batch_first else input
+        self.items = sequence.shape[1]
+        steps = torch.arange(sequence.shape[0])
         # An index, so that a step refuses lengths which PyTorch refuses.
         self._lengths = (steps + 1).index_select(0, lengths.to(torch.int64) - 1)
         self._inside = steps[:, None] < self._lengths
+        # Not even a NaN in what PyTorch never reads goes on.
+        self.sequence = self._or(sequence, 0)
         # Before the end of a sequence the steps from its end on, afterwards those themselves.
         self._mirrored = torch.where(self._inside, self._lengths - 1 - steps[:, None], steps[:, None])
         self.batch_sizes = self._inside.sum(1)
@@ -112,7 +114,7 @@ class Pack:
         return rows
 
     def padded(self, rows: Tensor) -> Tensor:
-        """The padded sequence of packed rows, of which the steps after the end of each may be anything."""
+        """The padded sequence of packed rows, of which the steps after the end of each may be any finite numbers."""
         sequence, *versions = getattr(rows, _PADDED, (rows,))
         if versions == [sequence._version, rows._version]:
             return sequence  # Nothing has been written into either since.
@@ -122,9 +124,7 @@ class Pack:
         self, rows: Tensor, batch_first: bool, padding_value: float, total_length: int
     ) -> tuple[Tensor, Tensor]:
         """What `torch.nn.utils.rnn.pad_packed_sequence` returns of packed rows."""
-        sequence = self.padded(rows)
-        inside = self._inside.reshape(*self._inside.shape, *[1] * (sequence.dim() - 2))
-        sequence = torch.where(inside, sequence, padding_value)
+        sequence = self._or(self.padded(rows), padding_value)
         most = self._inside.shape[0]
         if total_length is self.longest or total_length < 0:
             sequence = sequence[: self.longest]
@@ -134,6 +134,11 @@ class Pack:
         else:
             sequence = sequence[:total_length]
         return sequence.transpose(0, 1) if batch_first else sequence, self._lengths
+
+    def _or(self, sequence: Tensor, padding_value: float) -> Tensor:
+        """A padded sequence with a number after the end of each item."""
+        inside = self._inside.reshape(*self._inside.shape, *[1] * (sequence.dim() - 2))
+        return torch.where(inside, sequence, padding_value)
 
     def reversed(self, sequence: Tensor) -> Tensor:
         """A padded sequence with the steps of each item in reverse order."""
