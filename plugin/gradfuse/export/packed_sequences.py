@@ -47,7 +47,13 @@ def padded() -> Iterator[None]:
 
 def pack_of(batch_sizes: object) -> Pack | None:
     """The pack that has these batch sizes."""
-    return getattr(batch_sizes, _PACK, None)
+    pack: Pack | None = _attribute(batch_sizes, _PACK, None)
+    return pack
+
+
+def _attribute(value: object, name: str, default: Any) -> Any:
+    """An attribute of a tensor itself: what stands in for one refuses those that it does not know."""
+    return vars(value).get(name, default) if isinstance(value, Tensor) else default
 
 
 class _Padded(TorchFunctionMode):
@@ -56,10 +62,11 @@ class _Padded(TorchFunctionMode):
         if name == "_pack_padded_sequence":
             made = Pack(*args, **(kwargs or {}))
             return made.packed(made.sequence), made.batch_sizes
-        if name in ("item", "__int__", "__index__") and hasattr(args[0], _ITEMS):
-            return getattr(args[0], _ITEMS)
+        items = _attribute(args[0], _ITEMS, None) if name in ("item", "__int__", "__index__") else None
+        if items is not None:
+            return items
         if name == "zeros":
-            args = [getattr(one, _ITEMS, one) for one in args]  # Of the first states of a layer.
+            args = [_attribute(one, _ITEMS, one) for one in args]  # Of the first states of a layer.
         pack = next(filter(None, map(pack_of, args[:2])), None)
         if pack is not None and name == "_pad_packed_sequence":
             return pack.unpacked(args[0], *args[2:])
@@ -115,9 +122,10 @@ class Pack:
 
     def padded(self, rows: Tensor) -> Tensor:
         """The padded sequence of packed rows, of which the steps after the end of each may be any finite numbers."""
-        sequence, *versions = getattr(rows, _PADDED, (rows,))
+        sequence, *versions = _attribute(rows, _PADDED, (rows,))
         if versions == [sequence._version, rows._version]:
-            return sequence  # Nothing has been written into either since.
+            unchanged: Tensor = sequence  # Nothing has been written into either since.
+            return unchanged
         return rows.new_zeros(*self._inside.shape, *rows.shape[1:]).index_put((self._inside,), rows)
 
     def unpacked(
