@@ -759,10 +759,12 @@ def _bytes(value: ir.Value, shape: Sequence[int] | None) -> int:
 
 
 def _write_in_standard(node: ir.Node) -> None:
-    """Make a node on blocks of channels a standard one, whose shapes follow."""
+    """Make a node on blocks of channels a standard one, whose shapes follow, where there is one."""
     last = node.attributes.get("channels_last")
+    if last is not None and last.as_int():
+        return  # Dimensions change places.
     node.domain = ""
-    if node.op_type in ("ReorderInput", "ReorderOutput") and (last is None or not last.as_int()):
+    if node.op_type in ("ReorderInput", "ReorderOutput"):
         node.op_type = "Identity"
         node.attributes.clear()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import runpy
@@ -25,8 +24,11 @@ def _print_help(scripts: list[str], output: str) -> None:
     sys.path[:] = [str(folder), *installed]
     for script in scripts:
         sys.argv = [str(folder / script), "--help"]
-        with contextlib.suppress(SystemExit):
+        try:
             runpy.run_path(str(folder / script), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
 
 
 def test_each_prints_its_help(tmp_path: Path) -> None:
