@@ -11,7 +11,7 @@ from like_torch import trains_like_torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, unpack_sequence
 
-from gradfuse import ModelError, TrainingSession, export_training_step
+from gradfuse import ExportError, ModelError, TrainingSession, export_training_step
 
 DYNAMIC = (({0: "batch", 1: "length"}, {0: "batch"}), {0: "batch"})
 EVERY_LENGTH = [3, 7, 5, 1], [8, 1, 4, 4, 2, 6], [4, 2]
@@ -109,6 +109,24 @@ class Written(Classifier):
         return self.out(pad_packed_sequence(results, batch_first=True)[0].mean(1))  # type: ignore[no-any-return]
 
 
+class Counted(Classifier):
+    """Steps of the longest sequence, as the batch sizes count them."""
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.words(words), lengths, batch_first=True, enforce_sorted=False)
+        _, (last, _) = self.layer(packed)
+        return self.out(last.transpose(0, 1).flatten(1) / len(packed.batch_sizes))  # type: ignore[no-any-return]
+
+
+class Looped(Classifier):
+    """Means over the rows of each step."""
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.words(words), lengths, batch_first=True, enforce_sorted=False)
+        means = [packed.data[:count].mean() for count in packed.batch_sizes]
+        return self.out(torch.stack(means).sum().expand(len(words), 12))  # type: ignore[no-any-return]
+
+
 class OneByOne(Classifier):
     """Sequences that are taken out one by one."""
 
@@ -145,6 +163,14 @@ class Measurements(nn.Module):
 def test_what_lies_after_the_end_of_a_sequence_is_never_read() -> None:
     batches = [batch(one, steps) for one, steps in zip(EVERY_LENGTH, (7, 9, 4), strict=True)]
     trains_like_torch(lambda: made(Measurements()), F.cross_entropy, batches, dynamic_shapes=DYNAMIC)
+
+
+def test_steps_are_counted_and_a_loop_over_them_is_refused() -> None:
+    # In the second batch no sequence is as long as the padding.
+    batches = [batch(one, 7) for one in ([3, 7, 5, 1], [3, 5, 5, 2])]
+    trains_like_torch(lambda: made(Counted()), F.cross_entropy, batches)
+    with pytest.raises(ExportError, match="by numbers that it takes out of tensors"):
+        export_training_step(made(Looped()), F.cross_entropy, batches[0])
 
 
 def test_rows_that_nothing_reads_are_not_selected() -> None:

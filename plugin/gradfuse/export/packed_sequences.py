@@ -89,7 +89,7 @@ class Pack:
     Attributes:
         sequence: the padded sequences, steps first, with zeros after the end of each.
         items: how many they are.
-        batch_sizes: how many sequences have each step.
+        batch_sizes: how many sequences have each step of the longest.
     """
 
     def __init__(self, input: Tensor, lengths: Tensor, batch_first: bool) -> None:
@@ -103,7 +103,7 @@ class Pack:
         self.sequence = self._or(sequence, 0)
         # Before the end of a sequence the steps from its end on, afterwards those themselves.
         self._mirrored = torch.where(self._inside, self._lengths - 1 - steps[:, None], steps[:, None])
-        self.batch_sizes = self._inside.sum(1)
+        self.batch_sizes = self._inside.sum(1)[: self.longest]
         setattr(self.batch_sizes, _PACK, self)
 
     @functools.cached_property
