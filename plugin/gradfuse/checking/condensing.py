@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-LARGEST = 2**20
+LARGEST = 2**18
 """Arrays of more elements are condensed."""
 SUMS = 2**16
 _ROWS = 4
