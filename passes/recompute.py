@@ -372,6 +372,12 @@ class _Step:
             return 4.0 * math.prod(a) * math.prod(shape[2][1:])  # As much for either gradient as the convolution.
         if node.op_type.startswith("Conv"):
             return 2.0 * count * math.prod(b[1:])
+        if node.op_type.lower().startswith("matmulnbits"):
+            return 2.0 * count * a[-1]
+        if node.op_type == "LinearCrossEntropy":
+            return 6.0 * math.prod(a) * b[0]  # Three products.
+        if node.op_type.endswith("Recurrence"):
+            return 2.0 * math.prod(a) * out[-1]
         if "Attention" in node.op_type and len(a) > 1:
             return 4.0 * math.prod(a) * b[-2]
         return 0.0

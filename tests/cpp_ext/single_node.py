@@ -121,7 +121,7 @@ def assert_refused(op: str, message: str, inputs: Sequence[Tensor | None], attri
         run(op, *inputs, **attributes)
     text = str(caught.value).strip()
     assert "\n" not in text
-    assert text.endswith(f"{op} (node 'node'): {message}")
+    assert text.endswith(f"{op} (node 'node'): {message}"), text
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:

@@ -17,9 +17,11 @@ from gradfuse.testing import assert_gradients_close
 pytestmark = pytest.mark.usefixtures("inference_in_process")
 
 
-def run(model: onnx.ModelProto, feeds: dict[str, Array]) -> dict[str, Array]:
+def run(model: onnx.ModelProto, feeds: dict[str, Array], *, kernels: bool = False) -> dict[str, Array]:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    if kernels:
+        register(options)
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
@@ -126,7 +128,8 @@ def test_a_fused_step_has_one_operator_for_the_gradient(zeros: str, kernels: boo
     info: tuple[Infos, Infos] = {"x": (np.float32, ["M", 64])}, {"y": (np.float32, ["M", 64])}
     model = model_of(nodes, *info, [*weight.initializers(), scale], 18)
     step = build_training_step(model, "mse", trainable=["scale"])
-    assert [node.op_type for node in step.model.graph.node].count("MatmulNBitsBackward") == 1
+    operators = [node.op_type for node in step.model.graph.node]
+    assert [operators.count(name) for name in ("MatmulNBitsBackward", "MatmulNBits", "MatMulNBits")] == [1, 1, 0]
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 4
@@ -146,3 +149,36 @@ def test_a_fused_step_has_one_operator_for_the_gradient(zeros: str, kernels: boo
     assert_gradients_close(found, gradient(np.float32), gradient(np.float64), np.float32, terms=terms)
     largest = max(tensor.ByteSize() for tensor in onnx.load(tmp_path / "optimised.onnx").graph.initializer)
     assert largest < 64 * 64 * 0.6, "a byte or more a weight"
+
+
+@pytest.mark.parametrize("level, name", [(0, "MatmulNBits"), (1, "MatmulNBits"), (4, "MatMulNBits")])
+def test_products_of_whole_numbers_stay_onnxruntimes(level: int, name: str) -> None:
+    weight = quantised(64, 64)
+    node = weight.node("scaled", "y")
+    node.attribute.append(onnx.helper.make_attribute("accuracy_level", level))
+    scale = numpy_helper.from_array(np.ones(64, np.float32), "scale")
+    nodes = [onnx.helper.make_node("Mul", ["x", "scale"], ["scaled"]), node]
+    info: tuple[Infos, Infos] = {"x": (np.float32, ["M", 64])}, {"y": (np.float32, ["M", 64])}
+    model = model_of(nodes, *info, [*weight.initializers(), scale], 18)
+    step = build_training_step(model, "mse", trainable=["scale"], check=True)
+    assert next(node.op_type for node in step.model.graph.node if "NBits" in node.op_type) == name
+    plain = build_training_step(model, "mse", trainable=["scale"], fuse=False)
+    assert not any(node.domain == "aclnn" for node in plain.model.graph.node)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_operator_has_gradients_of_its_own(bits: int) -> None:
+    """In a model that somebody wrote with it, of input and bias."""
+    weight = quantised(5, 40, bits=bits, zero_points="packed")
+    names = ["x", *(tensor.name for tensor in weight.initializers()), "b"]
+    node = onnx.helper.make_node("MatmulNBits", names, ["y"], domain="aclnn", bits=bits)
+    tensors = [*weight.initializers(), numpy_helper.from_array(np.arange(5, dtype=np.float32), "b")]
+    model = model_of([node], {"x": (np.float32, ["M", 40])}, {"y": (np.float32, ["M", 5])}, tensors, 18)
+    model.opset_import.append(onnx.helper.make_opsetid("aclnn", 1))
+    rng = np.random.default_rng(3)
+    x, v = rng.standard_normal((3, 40)).astype(np.float32), rng.standard_normal((3, 5)).astype(np.float32)
+    found = run(differentiate(model, ["x", "b"], seeds={"y": "v"}), {"x": x, "v": v}, kernels=True)
+    exact = v.astype(float) @ weight.weight
+    native = v @ weight.weight.astype(np.float32)
+    assert_gradients_close(found["x.grad"], native, exact, np.float32, terms=5 * np.abs(exact).max())
+    assert_gradients_close(found["b.grad"], v.sum(0), v.astype(float).sum(0), np.float32, terms=3 * np.abs(v).max())

@@ -19,6 +19,7 @@
 #include "gradfuse/ops/linear_cross_entropy.h"
 #include "gradfuse/ops/lstm_recurrence.h"
 #include "gradfuse/ops/lstm_recurrence_backward.h"
+#include "gradfuse/ops/matmul_n_bits.h"
 #include "gradfuse/ops/matmul_n_bits_backward.h"
 #include "gradfuse/ops/max_pool_backward.h"
 #include "gradfuse/ops/mse_loss_backward.h"
@@ -39,7 +40,7 @@ using OpTable = OpList<  //
     GroupedBiasAddGradArgs, ConvolutionBackwardArgs, BatchNormBackwardArgs, BatchNormArgs, EmbeddingDenseBackwardArgs,
     ApplyAdamWArgs, ApplyAdamW8bitArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
     GruRecurrenceBackwardArgs, MaxPoolBackwardArgs, ConvolutionArgs, GeluBackwardArgs, ThresholdBackwardArgs,
-    LayerNormBackwardArgs, MatmulNBitsBackwardArgs, ScaledDotProductAttentionArgs,
+    LayerNormBackwardArgs, MatmulNBitsArgs, MatmulNBitsBackwardArgs, ScaledDotProductAttentionArgs,
     ScaledDotProductAttentionBackwardArgs, LinearCrossEntropyArgs, PointwiseArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.

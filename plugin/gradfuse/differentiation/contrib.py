@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
+from gradfuse.custom_ops import DOMAIN
 from gradfuse.differentiation.elementwise import gelu_gradient
 from gradfuse.differentiation.normalization import (
     by_operator,
@@ -17,6 +18,7 @@ from gradfuse.differentiation.normalization import (
 )
 from gradfuse.differentiation.rules import FUSES, Call, Gradient, gradient, summed_at_run_time
 from gradfuse.differentiation.tensors import Tensor
+from gradfuse.passes.reading import attribute
 
 _MICROSOFT = "com.microsoft"
 
@@ -216,6 +218,8 @@ def fused_matmul(call: Call) -> Iterator[Gradient]:
 
 
 _BITS = (2, 4, 8)
+_IN_INTEGERS = 4
+"""The accuracy_level from which on MatMulNBits multiplies whole numbers of 8 bits."""
 
 
 @gradient(
@@ -252,8 +256,48 @@ def _by_operator(call: Call, dy: Tensor, bits: int) -> Tensor | None:
         return None
     columns = int(call.attribute("K"))
     return call.tape.op(
-        "MatmulNBitsBackward", dy, packed, scales, zero_points, domain="aclnn", in_features=columns, bits=bits
+        "MatmulNBitsBackward", dy, packed, scales, zero_points, domain=DOMAIN, in_features=columns, bits=bits
     )
+
+
+@gradient("MatmulNBits", domain=DOMAIN, limits="the quantised weight is frozen", fixed=(2, 3))
+def stored_n_bits(call: Call) -> Iterator[Gradient]:
+    """The same by the operators that read the weight as it is stored."""
+    x, dy = call.operands()
+    columns = call.dims(x)[-1]
+    if not isinstance(columns, int):
+        raise call.error("the size of its input's last dimension is not known; expected that it is")
+    options = {"in_features": columns, "bits": call.attribute("bits", 4)}
+    yield lambda: call.tape.op("MatmulNBitsBackward", dy, *call.x[1:3], call.input(3), domain=DOMAIN, **options)
+    yield None
+    yield None
+    yield None
+    bias = call.input(4)
+    yield lambda: None if bias is None else call.summed_to(dy, bias, call.y[0])
+
+
+def share_packed_weights(graph: ir.Graph) -> None:
+    """Put `aclnn::MatmulNBits` where a product's gradient is `MatmulNBitsBackward`, which reads the same weight.
+
+    onnxruntime packs the weight of a `MatMulNBits` for its own kernel, and would have both layouts in memory. Its
+    kernel stays where the model asks for products of whole numbers, which are faster.
+    """
+    for backward in list(graph):
+        if backward.op_type != "MatmulNBitsBackward" or backward.domain != DOMAIN:
+            continue
+        weight = backward.inputs[1]
+        for node in list(weight.consumers() if weight is not None else ()):
+            in_integers = attribute(node, "accuracy_level", 0) >= _IN_INTEGERS
+            if (node.op_type, node.domain) != ("MatMulNBits", _MICROSOFT) or node.graph is not graph or in_integers:
+                continue
+            bias = node.inputs[5] if len(node.inputs) > 5 else None
+            inputs = [node.inputs[0], *backward.inputs[1:], *[None] * (4 - len(backward.inputs)), bias]
+            fused = ir.Node(DOMAIN, "MatmulNBits", inputs, [backward.attributes["bits"]], name=node.name)
+            old, output = node.outputs[0], fused.outputs[0]
+            output.name, output.type, output.shape = old.name, old.type, old.shape
+            graph.insert_before(node, fused)
+            ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
+            graph.remove(node, safe=True)
 
 
 def _dequantized(call: Call, dy: Tensor, bits: int) -> Tensor:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN, VERSION
 from gradfuse.differentiation import sequences
+from gradfuse.differentiation.contrib import share_packed_weights
 from gradfuse.differentiation.convolutions import fuse_convolutions
 from gradfuse.differentiation.dependence import is_branches, repeated
 from gradfuse.differentiation.expansion import expand
@@ -189,6 +190,7 @@ def append_gradients(
     if fuse:
         fold_relus(graph)
         fuse_convolutions(graph)
+        share_packed_weights(graph)
         join_heads(graph)
     return found
 

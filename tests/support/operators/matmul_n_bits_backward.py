@@ -46,6 +46,17 @@ def matmul_n_bits_backward(
     return result
 
 
+def packed(
+    generator: torch.Generator, out_features: int, in_features: int, dtype: torch.dtype, *, bits: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight, its scales and its zero points."""
+    blocks = -(-in_features // block_size)
+    weight = torch.randint(0, 256, (out_features, blocks, block_size * bits // 8), generator=generator).byte()
+    scales = (torch.rand((out_features, blocks), generator=generator) * 0.1).to(dtype)
+    zeros = torch.randint(0, 256, (out_features, -(-blocks * bits // 8)), generator=generator).byte()
+    return weight, scales, zeros
+
+
 def arguments(
     leading: Sequence[int],
     out_features: int,
@@ -59,12 +70,9 @@ def arguments(
 ) -> Sample:
     """Tensors of some sizes."""
     generator = torch.Generator().manual_seed(seed)
-    blocks = -(-in_features // block_size)
     grad = torch.randn((*leading, out_features), generator=generator).to(dtype)
-    weight = torch.randint(0, 256, (out_features, blocks, block_size * bits // 8), generator=generator).byte()
-    scales = (torch.rand((out_features, blocks), generator=generator) * 0.1).to(dtype)
-    zeros = torch.randint(0, 256, (out_features, -(-blocks * bits // 8)), generator=generator).byte()
-    return sample_of([grad, weight, scales, zeros if zero_points else None], in_features, bits)
+    weight = packed(generator, out_features, in_features, dtype, bits=bits, block_size=block_size)
+    return sample_of([grad, *weight[:2], weight[2] if zero_points else None], in_features, bits)
 
 
 def sample_of(inputs: Sequence[Tensor | None], in_features: int, bits: int) -> Sample:

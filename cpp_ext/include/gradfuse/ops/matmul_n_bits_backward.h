@@ -1,29 +1,22 @@
 #pragma once
 
 #include "gradfuse/op.h"
+#include "gradfuse/packed_weight.h"
 
 namespace gradfuse {
 
-// Gradient of a product with a weight of few bits with respect to what it multiplies: grad_output times the weight,
-// whose rows are blocks of numbers, (number - zero point) scale. The lowest bits of a byte are its first number.
-struct MatmulNBitsBackwardArgs {
+// Gradient of a product with a weight of few bits with respect to what it multiplies: grad_output times the weight.
+struct MatmulNBitsBackwardArgs : PackedWeight {
   static constexpr char kName[] = "MatmulNBitsBackward";
   static constexpr TypeSet kTypes{DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 
-  Tensor grad_output;                 // (*, out)
-  Tensor weight;                      // (out, blocks, bytes of a block)
-  Tensor scales;                      // (out, blocks), in any shape
-  std::optional<Tensor> zero_points;  // packed as the weight, each row from a new byte on, in any shape
+  Tensor grad_output;  // (*, out)
   int64_t in_features = 0;
-  int64_t bits = 4;
   MutableTensor grad_input;  // (*, in_features)
 
   int64_t Rows() const {
     return Shape(grad_output.shape.dims(), static_cast<size_t>(grad_output.shape.rank() - 1)).NumElements();
   }
-  int64_t Blocks() const { return weight.shape[1]; }
-  int64_t BlockSize() const { return weight.shape[2] * 8 / bits; }
-  int64_t ZeroPointBytes() const { return (Blocks() * bits + 7) / 8; }  // of a row
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {

@@ -11,6 +11,22 @@ from device import Array, Values
 OP = "MatmulNBitsBackward"
 DTYPES = SHORT
 
+Packed = tuple[tuple[Values, Values, Values | None], Float64s]
+
+
+def packed(
+    random: np.random.Generator, dtype: str, rows: int, columns: int, bits: int, size: int, zeros: bool
+) -> Packed:
+    """A weight, its scales, its zero points if there are any, and what they stand for, (rows, columns)."""
+    blocks = -(-columns // size)
+    scales = Values.of(random.random((rows, blocks)) * 0.1, dtype)
+    weight = random.integers(0, 256, (rows, blocks, size * bits // 8), np.uint8)
+    points = random.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
+    middle = _numbers(points, bits)[:, :blocks] if zeros else np.full((rows, blocks), 2.0 ** (bits - 1))
+    floats = (_numbers(weight, bits) - middle[..., None]) * scales.wide()[..., None]
+    tensors = (Values("uint8", weight), scales, Values("uint8", points) if zeros else None)
+    return tensors, floats.reshape(rows, -1)[:, :columns]
+
 
 def cases(random: np.random.Generator, dtype: str, large: bool) -> Iterator[Case]:
     sizes = [((2, 7), 30, 70, 4, 16), ((5,), 20, 130, 8, 128), ((3,), 20, 50, 2, 16), ((0,), 4, 20, 4, 16)]
@@ -18,19 +34,13 @@ def cases(random: np.random.Generator, dtype: str, large: bool) -> Iterator[Case
         sizes += [((64,), 2048, 2048, 4, 32)]
     for leading, rows, columns, bits, size in sizes:
         for has_zeros in (False, True):
-            blocks = -(-columns // size)
             grad = Values.of(random.standard_normal((*leading, rows)), dtype)
-            scales = Values.of(random.random((rows, blocks)) * 0.1, dtype)
-            weight = random.integers(0, 256, (rows, blocks, size * bits // 8), np.uint8)
-            zeros = random.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
-            points = _numbers(zeros, bits)[:, :blocks] if has_zeros else np.full((rows, blocks), 2.0 ** (bits - 1))
-            floats = (_numbers(weight, bits) - points[..., None]) * scales.wide()[..., None]
-            matrix = floats.reshape(rows, -1)[:, :columns]
+            tensors, matrix = packed(random, dtype, rows, columns, bits, size, has_zeros)
             yield Case(
                 f"{leading} x {rows} x {columns}, {bits} bits, zero points {has_zeros}",
                 OP,
                 dtype,
-                (grad, Values("uint8", weight), scales, Values("uint8", zeros) if has_zeros else None),
+                (grad, *tensors),
                 [grad.wide() @ matrix],
                 [arithmetic(dtype) * (np.abs(grad.wide()) @ np.abs(matrix))],
                 {"in_features": columns, "bits": bits},
