@@ -27,6 +27,7 @@ from gradfuse.checking.execution import Session, float_types, widened
 from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export import onnx_model, steadiness, traced_optimizer
+from gradfuse.export.large_losses import LargeLosses
 from gradfuse.export.reporting import WHO, refusal, tell_share
 from gradfuse.export.rounding import NARROW, Rounding, WideConversions, WideSparse
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
@@ -80,7 +81,7 @@ def truth_of(
     """
 
     def run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
-        with undisturbed(step), WideSparse():
+        with undisturbed(step), WideSparse(), LargeLosses():
             outputs = _named(step.run(cast, _condensed), native.changed)
         give_back()
         return outputs
