@@ -316,3 +316,71 @@ def test_least_squares(shape: tuple[int, int], driver: str | None) -> None:
         "float32",
         terms=100.0,
     )
+
+
+class Placed(nn.Module):
+    """Moves pictures by what a convolution finds in them, to places that a function gives."""
+
+    def __init__(self, place: Callable[[Tensor], Tensor], **settings: Any) -> None:
+        super().__init__()
+        self.place, self.settings = place, settings
+        self.picture, self.offsets = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.place(self.offsets(x).permute(0, 2, 3, 1))
+        return F.grid_sample(self.picture(x), places, align_corners=False, **self.settings)
+
+
+def clamped(offsets: Tensor) -> Tensor:
+    height, width = offsets.shape[1:3]
+    x, y = (offsets * 4 + 2).unbind(-1)
+    x, y = x.clamp(0, width - 1), y.clamp(min=-height // 2, max=2.5)
+    return torch.stack([x / width * 2 - 1, y / height * 2 - 1], -1)
+
+
+def around_centres(offsets: Tensor) -> Tensor:
+    height, width = offsets.shape[1:3]
+    y, x = torch.meshgrid(
+        torch.linspace(0.5, height - 0.5, height), torch.linspace(0.5, width - 0.5, width), indexing="ij"
+    )
+    centres = torch.stack([x / width, y / height], -1).to(offsets.dtype)
+    return 2 * (centres + torch.tanh(offsets) / 5) - 1
+
+
+@pytest.mark.parametrize("place, padding", [(clamped, "reflection"), (around_centres, "border")])
+def test_pictures_of_any_size_are_sampled_at_places_that_follow_from_it(
+    place: Callable[[Tensor], Tensor], padding: str
+) -> None:
+    torch.manual_seed(0)
+    module = Placed(place, padding_mode=padding)
+    batch = torch.randn(2, 3, 6, 7), torch.randn(2, 4, 6, 7)
+    axes = {0: "batch", 2: "height", 3: "width"}
+    step = export_training_step(module, F.mse_loss, batch, dynamic_shapes=(axes, axes))
+    assert not any(node.op_type == "GatherND" for node in step.model.graph.node)
+    assert_like_torch(step, module, F.mse_loss, (torch.randn(3, 3, 5, 9), torch.randn(3, 4, 5, 9)))
+
+
+NUMBERS: list[Callable[[Any], Any]] = [
+    lambda size: -size // 2,
+    lambda size: (3 - size) // 2,
+    lambda size: size // -2,
+    lambda size: -(-size // 4) * 4 - size,
+    lambda size: (size - 9) // (size - 20),
+    lambda size: (size - 20) // 3 + (size - 20) % 3,
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_that_follow_from_a_size_round_as_in_python(number: Callable[[Any], Any]) -> None:
+    class Moved(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            found = number(x.shape[1])
+            moved: Tensor = super().forward(x).clamp(min=found) + found + torch.full_like(x, found)
+            return moved
+
+    torch.manual_seed(0)
+    module, axes = Moved(2, 2), {1: "length"}
+    batch = torch.randn(2, 9, 2) * 9, torch.randn(2, 9, 2)
+    step = export_training_step(module, F.mse_loss, batch, dynamic_shapes=(axes, axes), verify="quick")
+    for length in (4, 7, 22):
+        assert_like_torch(step, module, F.mse_loss, (torch.randn(2, length, 2) * 9, torch.randn(2, length, 2)))

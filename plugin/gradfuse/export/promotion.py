@@ -5,9 +5,13 @@ This module imports torch.
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 
@@ -42,16 +46,50 @@ def cast_operands(program: ExportedProgram) -> None:
 
 
 def bound_by_floats(program: ExportedProgram) -> None:
-    """Let floats be clamped by floats: `x.clamp(-0.5, 1)`.
+    """Let floats be clamped by floats: `x.clamp(-0.5, 1)`, `x.clamp(0, x.shape[1] - 1)`.
 
     torch.onnx.export makes a tensor of a whole number that bounds floats, and there is no clamp by a tensor and a
     number.
     """
-    for node in program.graph.nodes:
+    graph = program.graph
+
+    def bound(one: Any, node: Node) -> Any:
+        if type(one) is int:
+            return float(one)
+        if not isinstance(one, Node) or not isinstance(one.meta.get("val"), torch.SymInt):
+            return one
+        with graph.inserting_before(node):
+            size = graph.call_function(operator.truediv, (one, 1))
+        size.meta = {"val": one.meta["val"] / 1}
+        return size
+
+    for node in list(graph.nodes):
         value = node.meta.get("val")
         if node.target is aten.clamp.default and isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
-            node.args = (node.args[0], *(float(one) if type(one) is int else one for one in node.args[1:]))
-            node.kwargs = {name: float(one) if type(one) is int else one for name, one in node.kwargs.items()}
+            node.args = (node.args[0], *(bound(one, node) for one in node.args[1:]))
+            node.kwargs = {name: bound(one, node) for name, one in node.kwargs.items()}
+    program.graph_module.recompile()
+
+
+def divide_downwards(program: ExportedProgram) -> None:
+    """Let quotients of sizes below 0 round down, as in `-(-size // 8)`, the number of eights that hold a size.
+
+    torch.onnx.export divides as if numbers were positive, which rounds towards 0. What Python's remainder leaves of a
+    number divides without a rest.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target is not operator.floordiv or not isinstance(node.meta.get("val"), torch.SymInt):
+            continue
+        number, divisor = (one.meta["val"] if isinstance(one, Node) else one for one in node.args)
+        if statically_known_true(number >= 0) and statically_known_true(divisor >= 0):
+            continue
+        with graph.inserting_before(node):
+            rest = graph.call_function(operator.mod, node.args)
+            whole = graph.call_function(operator.sub, (node.args[0], rest))
+        rest.meta = {"val": number % divisor}
+        whole.meta = {"val": number - number % divisor}
+        node.args = (whole, node.args[1])
     program.graph_module.recompile()
 
 

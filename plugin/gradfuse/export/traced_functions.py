@@ -38,17 +38,16 @@ def grid_sampler(input: Tensor, grid: Tensor, mode: int, padding: int, align_cor
         _place(one, size, padding, align_corners).unsqueeze(1)
         for one, size in zip(grid.unbind(-1), reversed(sizes), strict=True)
     )
-    item, channel = (
-        torch.arange(size, device=input.device).view(shape)
-        for size, shape in ((items, (-1, 1, 1, 1)), (channels, (1, -1, 1, 1)))
-    )
     height, width = sizes
+    planes = input.flatten(2)
 
     def pixels(x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
         inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
         column, row = (torch.where(inside, one, 0.0).to(torch.int64) for one in (x, y))
         weight = inside.to(input.dtype) if weight is None else torch.where(inside, weight, 0.0)
-        return input[item, channel, row, column] * weight
+        # Within planes, not by indices of all four axes, which onnxruntime reads number by number.
+        places = (row * width + column).flatten(2).expand(-1, channels, -1)
+        return planes.gather(2, places).view(items, channels, *x.shape[2:]) * weight
 
     if mode == _NEAREST:
         sampled = pixels(x.round(), y.round(), None)
@@ -124,15 +123,16 @@ _HALF_OF_DIGITS = 2.0**27 + 1.0
 def linspace(start: Any, end: Any, steps: Any, **settings: Any) -> Tensor:
     """Return as many numbers as an axis is long, from both ends, as PyTorch does."""
     dtype = settings.get("dtype") or torch.get_default_dtype()
-    numbers = isinstance(start, (int, float)) and isinstance(end, (int, float))
+    numbers = all(isinstance(one, (int, float, torch.SymInt, torch.SymFloat)) for one in (start, end))
     if not isinstance(steps, torch.SymInt) or not numbers or not dtype.is_floating_point or settings.get("out"):
         return torch.linspace(start, end, steps, **settings)
     length: Any = steps
     places = torch.arange(length, device=settings.get("device"))
     count = torch.zeros(1, dtype=torch.int64, device=settings.get("device")) + length
-    step = (torch.full_like(count, end, dtype=dtype) - start) / (count - 1).clamp(min=1).to(dtype)
-    rising = start + step * places.to(dtype)
-    falling = end - step * (count - 1 - places).to(dtype)
+    first, last = (torch.zeros_like(count, dtype=dtype) + one for one in (start, end))
+    step = (last - first) / (count - 1).clamp(min=1).to(dtype)
+    rising = first + step * places.to(dtype)
+    falling = last - step * (count - 1 - places).to(dtype)
     return torch.where(places < count // 2, rising, falling)
 
 
