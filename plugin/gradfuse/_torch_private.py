@@ -91,9 +91,15 @@ def like_in_python(tensor: Tensor, original: Tensor) -> None:
         tensor._is_param = True
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Tell whether a hook of the user changes or observes the gradient of a parameter."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Any]]:
+    """Return what `register_hook` has registered with a tensor, in the order in which PyTorch calls it."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], Any]]:
+    """Return what `register_post_accumulate_grad_hook` has registered with a parameter."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return list((hooks or {}).values())
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

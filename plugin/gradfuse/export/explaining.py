@@ -6,6 +6,7 @@ Torch's messages are for its own developers: log settings, graphs, frames of its
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import linecache
@@ -14,7 +15,7 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,6 +139,16 @@ def text_of(code: CodeType, line: int) -> str:
     # Python 3.10 has none.
     name = getattr(code, "co_qualname", code.co_name)
     return f"{name} ({os.path.basename(code.co_filename)}:{line})"
+
+
+def of_callable(function: Any) -> str:
+    """Return how something that can be called is written in messages: with its place, if it is made of code."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(inspect.unwrap(function), "__code__") and not isinstance(function, (MethodType, BuiltinFunctionType)):
+        function = type(function).__call__
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return str(getattr(function, "__name__", function)) if code is None else text_of(code, code.co_firstlineno)
 
 
 def is_asked_by_code(condition: private.SizeCondition) -> bool:

@@ -170,7 +170,7 @@ def completed(
     """Return a translated model with gradients and without placeholder operators, simplified.
 
     Args:
-        model: takes the tensors `order` of the step first.
+        model: takes the tensors `order` of the step first. Its last outputs are what hooks make of gradients.
         step: the step.
         order: the names of the tensors.
         free: those that become inputs; the others, frozen parameters and unchanged buffers, become initializers.
@@ -197,6 +197,8 @@ def completed(
             model = gradients.append(model, wrt, fuse=fuse, sizes=sizes)
         except ModelError as error:
             raise refusal(one_line(error)) from error
+        hooked = [place for place, name in enumerate(order[:trained]) if name in step.hooks]
+        own_gradients.change_leaves(model.graph, hooked, len(wrt))
     elif fuse:
         simplify(model)
         fuse_attention(model.graph, free_prefix(model.graph, "attention/"), model.opset_imports[""], (), sizes)

@@ -6,7 +6,10 @@ outputs that are not known yet:
     y_k' = own_output(y_k, c_k, x_1', ...)    c_k = cotangent(y_k)    x_i' = own_input(x_i, backward(ctx, c_1, ...)[i])
 
 Once gradients are written, that of x_i is what the backward pass gives, whatever that of x_i' is, and the gradient of
-y_k' takes the place of c_k. This module imports torch.
+y_k' takes the place of c_k.
+
+Likewise hooks on the gradients of parameters are traced for leaf_gradient(p), whose place the gradient of p takes. What
+the hooks give is an output of the program until then. This module imports torch.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from gradfuse.export import explaining
 from gradfuse.export.reporting import refusal
 from gradfuse.export.translation import LOCAL_DOMAIN
 
-_COTANGENT, _INPUT, _OUTPUT = "Cotangent", "OwnInput", "OwnOutput"
+_COTANGENT, _INPUT, _OUTPUT, _LEAF = "Cotangent", "OwnInput", "OwnOutput", "LeafGradient"
 _KNOWN = "gradfuse.known_gradient"
 """In the `meta` of an `OwnOutput`: the gradient of its result."""
 
@@ -39,6 +42,7 @@ for _schema in (
     "cotangent(Tensor output, int number) -> Tensor",
     "own_input(Tensor input, Tensor gradient) -> Tensor",
     "own_output(Tensor output, Tensor cotangent, Tensor[] inputs) -> Tensor",
+    "leaf_gradient(Tensor leaf, int number) -> Tensor",
 ):
     _library.define(_schema)
     _name = f"gradfuse::{_schema.partition('(')[0]}"
@@ -98,6 +102,19 @@ class _Unrecorded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Let what is traced be no part of what the loss is differentiated through."""
+    with _Unrecorded(), torch.no_grad():
+        yield
+
+
+def of_leaf(leaf: Tensor, number: int) -> Tensor:
+    """Return the gradient of the loss by a parameter, which is not known yet; `change_leaves` asks for the number."""
+    gradient: Tensor = torch.ops.gradfuse.leaf_gradient(leaf, number)
+    return gradient
+
+
 class _Context:
     """What the forward pass of a function hands to its backward pass."""
 
@@ -135,7 +152,7 @@ def _applied(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     enabled = torch.is_grad_enabled()
     needs = tuple(enabled and isinstance(one, Tensor) and one.requires_grad for one in args)
     context = _Context(needs)
-    with _Unrecorded(), torch.no_grad():
+    with apart():
         if private.has_setup_context(function):
             outputs = function.forward(*args, **kwargs)
             function.setup_context(context, args, outputs)
@@ -203,7 +220,7 @@ def _takes_gradients(function: Any) -> bool:
 
 def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
     """Return a gradient as PyTorch takes it: summed to the shape of the tensor, and in its type."""
-    with _Unrecorded(), torch.no_grad():
+    with apart():
         shape: Any = tensor.shape
         return (gradient if gradient.shape == tensor.shape else gradient.sum_to_size(shape)).to(tensor.dtype)
 
@@ -214,8 +231,8 @@ def translations() -> dict[Any, Callable[..., Any]]:
     def node_of(name: str) -> Callable[..., Any]:
         def translate(first: Any, *others: Any) -> Any:
             inputs = [value for one in others for value in (one if isinstance(one, Sequence) else [one])]
-            # A number is there only so that a cotangent is one of a kind.
-            attributes = {"number": inputs.pop()} if name == _COTANGENT else {}
+            # That of a cotangent is there only so that it is one of a kind.
+            attributes = {"number": inputs.pop()} if name in (_COTANGENT, _LEAF) else {}
             results = private.results_of_translation(1)
             node = ir.node(name, [first, *inputs], attributes=attributes, domain=LOCAL_DOMAIN, outputs=results)
             private.record_node(node)
@@ -228,10 +245,12 @@ def translations() -> dict[Any, Callable[..., Any]]:
         own.cotangent.default: node_of(_COTANGENT),
         own.own_input.default: node_of(_INPUT),
         own.own_output.default: node_of(_OUTPUT),
+        own.leaf_gradient.default: node_of(_LEAF),
     }
 
 
 no_gradient(_COTANGENT, domain=LOCAL_DOMAIN)
+no_gradient(_LEAF, domain=LOCAL_DOMAIN)
 
 
 @gradient(_INPUT, domain=LOCAL_DOMAIN, fixed=(1,))
@@ -249,6 +268,37 @@ def _of_output(call: Call) -> Iterator[Gradient]:
     for one in call.x[2:]:
         # What it is does not matter: see `_of_input`.
         yield None if one is None else one.zeros()
+
+
+def change_leaves(graph: ir.Graph, changed: Sequence[int], count: int) -> None:
+    """Put what hooks give into the places of gradients.
+
+    Args:
+        graph: has gradients as its last outputs, and before these what hooks give, which stop being outputs.
+        changed: which gradients have hooks, counted from the first one, in the order of what these give.
+        count: how many gradients there are.
+    """
+    if not changed:
+        return
+    outputs = list(graph.outputs)
+    graph.outputs.clear()
+    first = len(outputs) - count
+    others, results, found = outputs[: first - len(changed)], outputs[first - len(changed) : first], outputs[first:]
+    leaves = {node.attributes.get_int("number"): node for node in graph if _is(node, _LEAF)}
+    for number, (place, result) in enumerate(zip(changed, results, strict=True)):
+        gradient = found[place]
+        found[place] = result
+        if number in leaves:
+            given = leaves[number].outputs[0]
+            ir.convenience.replace_all_uses_with(given, gradient)
+            found[place] = gradient if result is given else result
+            graph.remove(leaves[number], safe=True)
+    graph.outputs.extend([*others, *found])
+    graph.sort()
+
+
+def _is(node: ir.Node, op_type: str) -> bool:
+    return (node.domain, node.op_type) == (LOCAL_DOMAIN, op_type)
 
 
 def _zeros_like(graph: ir.Graph, value: ir.Value) -> ir.Value:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError, few
-from gradfuse.export import checkpoints, explaining, host_draws, saved_tensors
+from gradfuse.export import checkpoints, explaining, gradient_hooks, host_draws, saved_tensors
 from gradfuse.export.arguments import Arguments
 from gradfuse.export.dropout import SeededDropout
+from gradfuse.export.gradient_hooks import Hook
 from gradfuse.export.leaves import (
     HooksOnGradients,
     MadeTensors,
@@ -83,6 +84,7 @@ class Outcome:
         outputs: what the loss returns beside its value, by name.
         input_gradients: the gradients of the tensors of the batch that the step is asked for.
         differentiates: whether module or loss take derivatives themselves.
+        hooks_write: whether a hook on a gradient has written into it.
     """
 
     loss: Tensor
@@ -94,6 +96,7 @@ class Outcome:
     outputs: dict[str, Tensor]
     input_gradients: dict[str, Tensor]
     differentiates: bool = False
+    hooks_write: bool = False
 
     def without_values(self) -> Outcome:
         """Return the outcome with gradients that have a shape and a type only: they take as much as the parameters."""
@@ -143,6 +146,7 @@ class TorchStep:
         taken: the names that no output of the step's own may have.
         differentiated: the names of the tensors of the batch whose gradients are outputs.
         frozen_inputs: the names of the frozen weights that are inputs of the model.
+        hooks: trainable parameter -> the hooks on its gradient.
     """
 
     module: nn.Module
@@ -164,6 +168,7 @@ class TorchStep:
     taken: Collection[str] = ()
     differentiated: tuple[str, ...] = ()
     frozen_inputs: tuple[str, ...] = ()
+    hooks: Mapping[str, Sequence[Hook]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -219,15 +224,12 @@ class TorchStep:
         if not trainable:
             raise refusal("module has no parameter that requires a gradient; expected at least one")
         for name in trainable:
-            # The step runs on copies of the parameters, which have no hooks.
             if state[name].is_complex():
                 raise refusal(
                     f"parameter {name!r} is {state[name].dtype}; expected real numbers: keep two parameters and "
                     "join them by torch.complex in forward"
                 )
-            if private.has_gradient_hooks(state[name]):
-                raise refusal(f"parameter {name!r} has a hook on its gradient; expected none")
-
+        hooks = {name: gradient_hooks.of_parameter(name, state[name]) for name in trainable}
         optimizer = describe_optimizer({key: name for key, name in owners.names.items() if name in trainable})
         reserved = _reserved_names(trainable, buffers, optimizer)
         taken = {*state, *reserved}
@@ -260,6 +262,7 @@ class TorchStep:
             originals=dict(state),
             taken=frozenset(taken),
             differentiated=differentiated,
+            hooks={name: found for name, found in hooks.items() if found},
         )
 
     def with_dropout_seed(self) -> TorchStep:
@@ -355,6 +358,16 @@ class TorchStep:
         """Whether the loss is multiplied by a scale before its gradients are taken."""
         return self.optimizer is not None and self.optimizer.loss_scaling is not None
 
+    @property
+    def calls(self) -> gradient_hooks.Calls:
+        """What calls the hooks, with the tensors that are in the module now."""
+        return gradient_hooks.Calls(self.originals, lambda name: self.places[name][0].tensor())
+
+    @property
+    def share_of_hooks(self) -> int:
+        """By how much PyTorch divides the gradients of the loss that hooks get, if the loss is not scaled."""
+        return 1 if self.optimizer is None or self.scales_loss else self.optimizer.accumulate
+
     def place(self, state: Mapping[str, Tensor]) -> None:
         """Put `state` in the place of the tensors of module and loss."""
         for name, tensor in state.items():
@@ -399,6 +412,8 @@ class TorchStep:
         take: Callable[[Tensor], Tensor] | None = None,
         updated: Mapping[str, Tensor | None] = MappingProxyType({}),
         held: list[Tensor] | None = None,
+        *,
+        spoils: bool = False,
     ) -> Outcome:
         """Run forward and backward eagerly on copies of all tensors.
 
@@ -408,19 +423,20 @@ class TorchStep:
                 memory at once. It must be linear.
             updated: the names of tensors that have been updated in place before -> the gradients that they have.
             held: gets the copies of the batch, which else are gone with the run.
+            spoils: whether what hooks write into is NaN from then on, but for what they give themselves.
 
         Raises:
             ExportError: the module, the loss or the backward pass fails, or the step is one that cannot be exported.
         """
         try:
             try:
-                return self._run(cast, take, updated, held)
+                return self._run(cast, take, updated, held, spoils)
             except ExportError:
                 if take is None or spilling.current() is None:
                     raise
             # Transforms of torch.func refuse to run where tensors that autograd saves go elsewhere.
             with spilling.everything_in_memory():
-                return self._run(cast, take, updated, held)
+                return self._run(cast, take, updated, held, spoils)
         finally:
             # Else the module would hold the copies until its next run. A backward pass may call it once more.
             self.place(self.state)
@@ -431,6 +447,7 @@ class TorchStep:
         take: Callable[[Tensor], Tensor] | None,
         updated: Mapping[str, Tensor | None],
         held: list[Tensor] | None,
+        spoils: bool,
     ) -> Outcome:
         def fresh(tensor: Tensor) -> Tensor:
             copied = tensor.detach().clone()
@@ -441,6 +458,9 @@ class TorchStep:
         inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
         of_batch = dict(zip(self.batch, (*inputs, *targets), strict=True))
         wanted = {name: of_batch[name].requires_grad_() for name in self.differentiated}
+        share = 1 if spoils else self.share_of_hooks
+        of_parameters = gradient_hooks.Running(self.hooks, self.calls, state, share, spoils)
+        of_parameters.register()
         if held is not None:
             held.extend((*inputs, *targets))
         for name, gradient in updated.items():
@@ -516,6 +536,7 @@ class TorchStep:
             or tensor in written
         )
         every = leaves | wanted
+        of_parameters.in_backward = True
         gradients = _gradients(value, every) if take is None else _gradients_taken(value, every, take)
         for name in wanted:
             if name not in gradients:
@@ -533,6 +554,7 @@ class TorchStep:
             outputs={name: tensor.detach() for name, tensor in outputs.items()},
             input_gradients={name: gradients[name] for name in wanted},
             differentiates=bool(taken_inside),
+            hooks_write=of_parameters.written,
         )
 
     def _where_changed(self, name: str) -> str:
