@@ -163,7 +163,7 @@ def test_the_advice_to_scale_a_gradient_works() -> None:
 def test_a_hook_on_the_backward_pass_of_a_part_is_refused_by_name(register: str) -> None:
     module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 4))
     getattr(module[1], register)(_nothing)
-    with pytest.raises(ExportError, match=r"the part '1' \(Linear\) has a hook on its backward pass; expected none"):
+    with pytest.raises(ExportError, match=r"the part '1' \(Linear\) has the hook _nothing \(.*\) on its backward pass"):
         export_training_step(module, F.mse_loss, _batch())
 
 

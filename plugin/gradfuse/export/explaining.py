@@ -145,7 +145,9 @@ def of_callable(function: Any) -> str:
     """Return how something that can be called is written in messages: with its place, if it is made of code."""
     while isinstance(function, functools.partial):
         function = function.func
-    if not hasattr(inspect.unwrap(function), "__code__") and not isinstance(function, (MethodType, BuiltinFunctionType)):
+    if not hasattr(inspect.unwrap(function), "__code__") and not isinstance(
+        function, (MethodType, BuiltinFunctionType)
+    ):
         function = type(function).__call__
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return str(getattr(function, "__name__", function)) if code is None else text_of(code, code.co_firstlineno)

@@ -7,8 +7,8 @@ the loss by the parameter. They are traced behind the forward pass, for gradient
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +20,7 @@ from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError
 from gradfuse.export import explaining, own_gradients
 from gradfuse.export.leaves import WrittenData
-from gradfuse.export.reporting import refusal
+from gradfuse.export.reporting import kind, refusal
 
 _GRAD: Any = Tensor.grad
 _OF_GRAD = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
@@ -63,11 +63,16 @@ class Calls:
     Args:
         originals: the tensors of module and loss, by name.
         now: returns the one that is in the place of such a tensor.
+
+    Attributes:
+        aliases: what hooks have read that may have the memory of such a tensor, and is another one.
     """
 
     def __init__(self, originals: Mapping[str, Tensor], now: Callable[[str], Tensor]) -> None:
         self._names = {id(tensor): name for name, tensor in originals.items()}
+        self._memory = {private.storage(tensor) for tensor in originals.values()}
         self._now = now
+        self.aliases: list[tuple[Tensor, Hook]] = []
 
     def call(self, hook: Hook, gradient: Tensor) -> Tensor | None:
         """Return what a hook gives.
@@ -76,22 +81,29 @@ class Calls:
             ExportError: it fails, or reads `.grad`.
         """
         try:
-            with _InTheirPlaces(self._current, hook):
-                return self._current(hook.function(gradient))  # type: ignore[no-any-return]
+            with _InTheirPlaces(functools.partial(self._current, hook), hook):
+                result = self._current(hook, hook.function(gradient))
         except ExportError:
             raise
         except Exception as error:
             # A user's hook may raise anything.
             traced = private.is_traced(gradient)
-            what = (
-                "cannot be traced, as it is Python code on numbers that a graph does not know" if traced else "fails"
-            )
+            what = "cannot be traced, as it is Python code on numbers that a graph does not know" if traced else "fails"
             advice = "; expected operators on tensors, as torch.where in the place of if" if traced else ""
             raise refusal(f"{hook} {what}: {explaining.reason(error)}{advice}") from error
+        if result is not None and not isinstance(result, Tensor):
+            raise refusal(f"{hook} returns {kind(result)}; expected a tensor or None")
+        return result
 
-    def _current(self, value: Any) -> Any:
-        name = self._names.get(id(value)) if isinstance(value, Tensor) else None
-        return value if name is None else self._now(name)
+    def _current(self, hook: Hook, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        name = self._names.get(id(value))
+        if name is not None:
+            return self._now(name)
+        if not private.is_traced(value) and value.layout == torch.strided and private.storage(value) in self._memory:
+            self.aliases.append((value, hook))
+        return value
 
 
 class _InTheirPlaces(TorchFunctionMode):
@@ -191,7 +203,7 @@ def traced(
         share: as for `Running`.
     """
     results = []
-    with own_gradients.apart(), contextlib.ExitStack():
+    with own_gradients.apart():
         for name, leaf in leaves.items():
             if name not in hooks:
                 continue

@@ -85,6 +85,7 @@ class Outcome:
         input_gradients: the gradients of the tensors of the batch that the step is asked for.
         differentiates: whether module or loss take derivatives themselves.
         hooks_write: whether a hook on a gradient has written into it.
+        read_by_hooks: what hooks read that may have the memory of the step's own tensors, in whose places copies are.
     """
 
     loss: Tensor
@@ -97,10 +98,12 @@ class Outcome:
     input_gradients: dict[str, Tensor]
     differentiates: bool = False
     hooks_write: bool = False
+    read_by_hooks: tuple[tuple[Tensor, Hook], ...] = ()
 
     def without_values(self) -> Outcome:
         """Return the outcome with gradients that have a shape and a type only: they take as much as the parameters."""
-        return dataclasses.replace(self, gradients={name: one.to("meta") for name, one in self.gradients.items()})
+        gradients = {name: one.to("meta") for name, one in self.gradients.items()}
+        return dataclasses.replace(self, gradients=gradients, read_by_hooks=())
 
     def with_dropout_seed(self) -> Outcome:
         """Return the outcome of the same run of a step that has the seed of its dropouts as a buffer: TRIED_SEED."""
@@ -241,6 +244,12 @@ class TorchStep:
             raise refusal(f"loss is None, and the batch has targets, {few(targets.names)}; expected them in its inputs")
         targets.require_taken(loss_function, 1, "loss", "targets")
         differentiated = _differentiated(input_gradients, inputs, targets)
+        for tensor in private.tensors_in(batch) if differentiated else ():
+            for hook in private.gradient_hooks(tensor) if isinstance(tensor, Tensor) else ():
+                raise refusal(
+                    f"a tensor of the batch has the hook {explaining.of_callable(hook)} on its gradient, and "
+                    "input_gradients are given; expected none: change what the step gives"
+                )
         if differentiated and optimizer is not None and optimizer.loss_scaling is not None:
             raise refusal("input_gradients are given with grad_scaler, which scales them; expected one of the two")
         return cls(
@@ -458,8 +467,8 @@ class TorchStep:
         inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
         of_batch = dict(zip(self.batch, (*inputs, *targets), strict=True))
         wanted = {name: of_batch[name].requires_grad_() for name in self.differentiated}
-        share = 1 if spoils else self.share_of_hooks
-        of_parameters = gradient_hooks.Running(self.hooks, self.calls, state, share, spoils)
+        share, calls = 1 if spoils else self.share_of_hooks, self.calls
+        of_parameters = gradient_hooks.Running(self.hooks, calls, state, share, spoils)
         of_parameters.register()
         if held is not None:
             held.extend((*inputs, *targets))
@@ -555,6 +564,7 @@ class TorchStep:
             input_gradients={name: gradients[name] for name in wanted},
             differentiates=bool(taken_inside),
             hooks_write=of_parameters.written,
+            read_by_hooks=tuple(calls.aliases),
         )
 
     def _where_changed(self, name: str) -> str:
@@ -680,13 +690,19 @@ def _refuse_lazy(owner: Any) -> None:
 
 def _refuse_backward_hooks(owner: Any) -> None:
     """Refuse modules with hooks on their gradients, which cannot be traced."""
-    for name, part in owner.named_modules() if isinstance(owner, nn.Module) else ():
-        if private.has_backward_hooks(part):
-            where = f"the part {name!r}" if name else "the module"
-            raise refusal(
-                f"{where} ({type(part).__name__}) has a hook on its backward pass; expected none: take it away by "
-                "remove() of its handle, and scale a gradient by x * s + (x * (1 - s)).detach()"
-            )
+    parts = owner.named_modules() if isinstance(owner, nn.Module) else ()
+    found = [
+        (f"{f'the part {name!r}' if name else 'the module'} ({type(part).__name__})", hook)
+        for name, part in parts
+        for hook in private.backward_hooks(part)
+    ]
+    found += [("every module", hook) for hook in private.backward_hooks_of_all()]
+    for where, hook in found:
+        raise refusal(
+            f"{where} has the hook {explaining.of_callable(hook)} on its backward pass; expected none: take it away by "
+            "remove() of its handle. To change the gradient of a parameter, use its register_hook; of what a module "
+            "computes, a torch.autograd.Function with a backward pass that changes it"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

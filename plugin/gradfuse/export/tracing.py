@@ -61,10 +61,11 @@ def forward_program(
     fuse: bool,
     evaluation: bool,
 ) -> tuple[ExportedProgram, int]:
-    """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers, *outputs, *hooked).
+    """Trace the program (used parameters, other tensors, batch) -> (loss, *changed buffers, *outputs, *hooked).
 
-    Used are the parameters that the loss depends on; hooked is what hooks make of their gradients. If the loss is scaled, the scale is one more input, and the
-    scaled loss, divided by the number of accumulated gradients, is an output ahead of the loss.
+    Used are the parameters that the loss depends on, and the last results are what hooks make of their gradients. If
+    the loss is scaled, the scale is one more input, and the scaled loss, divided by the number of accumulated
+    gradients, is an output ahead of the loss.
 
     Returns also how many outputs follow: the tensors that the module returns, if these are what it returns in
     evaluation mode but for the dropouts, which are marked.

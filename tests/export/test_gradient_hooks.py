@@ -1,0 +1,274 @@
+"""Hooks on the gradients of parameters: an exported step trains as PyTorch does with them, or is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from like_torch import trains_like_torch
+from torch import Tensor, nn
+
+from gradfuse import ExportError, TrainingSession, export_training_step
+from gradfuse.testing import assert_gradients_close
+
+Batch = tuple[Tensor, Tensor]
+
+
+def _batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randint(0, 9, (6, 4), generator=generator), torch.randint(0, 3, (6,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+class Net(nn.Module):
+    """Has tied, unused and later frozen parameters, and a buffer that changes with each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(9, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.hidden, self.again = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+        self.again.weight = self.hidden.weight
+        self.out, self.spare, self.frozen = nn.Linear(5, 3), nn.Linear(2, 2), nn.Linear(5, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embed(tokens).mean(1))
+        x = torch.tanh(self.again(torch.tanh(self.hidden(x))))
+        return self.out(self.frozen(x))  # type: ignore[no-any-return]
+
+
+def _hooked() -> Net:
+    module = Net()
+    rows = torch.ones(9, 1)
+    rows[:4] = 0
+    weight = module.hidden.weight
+    module.embed.weight.register_hook(lambda gradient: gradient * rows)
+
+    def doubled(gradient: Tensor) -> None:
+        gradient.mul_(2)
+
+    # In this order; of a parameter that is used twice they get the sum.
+    weight.register_hook(lambda gradient: gradient * 3)
+    weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+    weight.register_hook(lambda gradient: gradient + 0.1 * weight)
+    # As the forward pass leaves it.
+    variance = module.norm.running_var
+    module.out.bias.register_hook(lambda gradient: gradient * module.norm.running_mean[:3] / variance[:3])
+    module.norm.weight.register_hook(lambda gradient: gradient.clamp_(-0.01, 0.01))
+    module.norm.bias.register_hook(doubled)
+    module.hidden.bias.register_hook(lambda gradient: gradient / (gradient.norm() + 1e-6))
+    module.out.weight.register_hook(lambda gradient: gradient)
+    module.spare.weight.register_hook(lambda gradient: gradient + 1)
+    module.frozen.weight.register_hook(lambda gradient: gradient.no_such_attribute)
+    module.frozen.requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize("fuse", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_hooks_change_gradients_as_in_pytorch(fuse: bool) -> None:
+    session = trains_like_torch(_hooked, F.cross_entropy, _batches(5), fuse=fuse)
+    embedded = session.state_dict()["embed.weight"]
+    fresh = Net().embed.weight.detach().numpy()
+    np.testing.assert_array_equal(embedded[:4], fresh[:4])
+    assert (embedded[4:] != fresh[4:]).any(1).all()
+
+
+def _trained(dtype: torch.dtype, batches: list[Batch], scale: float, **settings: Any) -> dict[str, Tensor]:
+    """Train in PyTorch with a constant scale of the loss, and return the parameters."""
+    module = _clipped().to(dtype)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, weight_decay=0.25)
+    count = settings.get("accumulate", 1)
+    for number, (x, y) in enumerate(batches, 1):
+        (F.cross_entropy(module(x), y) * scale / count).backward()  # type: ignore[no-untyped-call]
+        if number % count == 0:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= scale
+            if "max_grad_norm" in settings:
+                nn.utils.clip_grad_norm_(module.parameters(), settings["max_grad_norm"])
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(module.named_parameters())
+
+
+def _clipped() -> Net:
+    module = Net()
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+    return module
+
+
+@pytest.mark.parametrize("scale, settings", [(1.0, {"accumulate": 3, "max_grad_norm": 0.1}), (4.0, {"accumulate": 2})])
+def test_hooks_come_ahead_of_sums_over_calls_clipping_and_decay_and_see_the_scaled_loss(
+    scale: float, settings: dict[str, Any]
+) -> None:
+    batches, module = _batches(6), _clipped()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, weight_decay=0.25)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100, enabled=scale != 1.0)
+    session = TrainingSession(
+        export_training_step(module, F.cross_entropy, batches[0], optimizer, grad_scaler=scaler, **settings)
+    )
+    for x, y in batches:
+        session.step(x, y)
+    native, exact = (_trained(dtype, batches, scale, **settings) for dtype in (torch.float32, torch.float64))
+    for name, got in session.state_dict().items():
+        if name in exact:
+            assert_gradients_close(got, native[name].detach(), exact[name].detach(), np.float32, terms=4.0)
+
+
+def test_a_step_without_an_optimizer_gives_what_hooks_return() -> None:
+    module = _clipped()
+    x, y = _batches(1)[0]
+    session = TrainingSession(export_training_step(module, F.cross_entropy, (x, y)))
+    session.step(x, y)
+    F.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+    wide = Net().double()
+    F.cross_entropy(wide(x), y).backward()  # type: ignore[no-untyped-call]
+    for (name, parameter), (_, exact) in zip(module.named_parameters(), wide.named_parameters(), strict=True):
+        if parameter.grad is None or exact.grad is None:
+            assert not session.gradients[name].any()
+        else:
+            wanted = exact.grad.clamp(-0.02, 0.02)
+            assert_gradients_close(session.gradients[name], parameter.grad, wanted, np.float32, terms=4.0)
+
+
+def _counting() -> Callable[[Tensor], Tensor]:
+    calls: list[None] = []
+
+    def hook(gradient: Tensor) -> Tensor:
+        calls.append(None)
+        return gradient * len(calls)
+
+    return hook
+
+
+def _of_module(module: Net, name: str) -> Callable[[Tensor], Any]:
+    mean, weight = module.norm.running_mean, module.hidden.weight
+    assert mean is not None
+    view = weight.detach()
+
+    def observe(gradient: Tensor) -> None:
+        gradient.norm()
+
+    return {
+        "observer": observe,
+        "branch": lambda gradient: gradient * 2 if gradient.norm() > 1e-3 else gradient,
+        "numpy": lambda gradient: torch.from_numpy(gradient.numpy() * 2),
+        "fails": lambda gradient: gradient.reshape(7),
+        "number": lambda gradient: 2,
+        "shape": lambda gradient: gradient.sum(),
+        "random": lambda gradient: gradient + torch.randn_like(gradient),
+        "random of Python": lambda gradient: gradient * random.random(),
+        "counter": _counting(),
+        "other gradients": lambda gradient: gradient if module.out.weight.grad is None else gradient * 2,
+        "writes": lambda gradient: gradient + mean.add_(1).sum(),
+        "writes by data": lambda gradient: gradient + mean.data.add_(1).sum(),
+        "view": lambda gradient: gradient + view.sum(),
+        "other when traced": lambda gradient: gradient if torch.compiler.is_exporting() else gradient * 2,
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("observer", "returns None and only looks at it, .*; expected none: take it away by remove"),
+        ("branch", "cannot be traced, as it is Python code on numbers .*torch.where in the place of if"),
+        ("numpy", "cannot be traced, as it is Python code on numbers"),
+        ("fails", "fails: shape '\\[7\\]' is invalid"),
+        ("number", "returns int; expected a tensor or None"),
+        ("shape", "has changed the size of value"),
+        ("random", "draws random numbers, which no seed of the step determines; expected none"),
+        ("random of Python", r"Python's generator in .*\(test_gradient_hooks\.py:\d+\)"),
+        (
+            "counter",
+            r"computes something else each time that it runs, in .*\(test_gradient_hooks\.py:\d+\), as it chan",
+        ),
+        ("other gradients", "reads or sets .grad, which a backward pass fills in no order"),
+        ("writes", "writes into 'norm.running_mean'; expected a function of the gradient"),
+        ("writes by data", "writes into 'norm.running_mean'; expected a function of the gradient"),
+        (
+            "view",
+            r"reads the memory of 'hidden\.weight', which is trained, by another tensor, in the hook .*; expected",
+        ),
+        ("other when traced", r"out\.bias\.grad.* differs from PyTorch"),
+    ],
+)
+def test_what_cannot_be_a_function_of_the_gradient_is_refused(name: str, message: str) -> None:
+    module = Net()
+    hook = _of_module(module, name)
+    module.out.bias.register_hook(hook)
+    with pytest.raises(ExportError, match=message) as error:
+        export_training_step(module, F.cross_entropy, _batches(1)[0])
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 700
+    if " in " not in message and "differs" not in message and name != "shape":
+        assert "test_gradient_hooks.py:" in text and "on the gradient of 'out.bias'" in text
+    assert module.out.bias.grad is None and list(module.out.bias._backward_hooks.values()) == [hook]  # type: ignore[union-attr]
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.first + self.second) * x
+
+
+def test_a_hook_may_write_into_its_gradient_unless_another_one_has_its_memory() -> None:
+    """In PyTorch both terms of a sum get one tensor; that the hook does nothing to these numbers hides nothing."""
+    module = Sum()
+    batch = torch.randn(4), torch.randn(4)
+    handle = module.first.register_hook(lambda gradient: gradient.clamp_(-1e3, 1e3))
+    with pytest.raises(ExportError, match=r"writes into a gradient that has the memory of another gradient .*clamp in"):
+        export_training_step(module, F.mse_loss, batch)
+    handle.remove()
+    module.first.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3))
+    export_training_step(module, F.mse_loss, batch)
+
+
+def test_a_hook_on_what_the_step_differentiates_by_is_refused() -> None:
+    class Penalty(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            (gradient,) = torch.autograd.grad(super().forward(x).sum(), (self.weight,), create_graph=True)
+            return super().forward(x) + gradient.pow(2).mean()
+
+    module = Penalty(5, 4)
+    module.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(ExportError, match="called within the step, which takes a derivative by 'weight' itself; exp"):
+        export_training_step(module, F.mse_loss, (torch.randn(3, 5), torch.randn(3, 4)))
+
+
+def test_hooks_behind_the_sum_and_on_gradients_of_inputs_are_refused() -> None:
+    module = nn.Linear(5, 4)
+    x, y = torch.randn(3, 5, requires_grad=True), torch.randn(3, 4)
+    x.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(
+        ExportError, match=r"a tensor of the batch has the hook .* on its gradient, and input_gradients"
+    ):
+        export_training_step(module, F.mse_loss, (x, y), input_gradients=["input"])
+    module.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    match = (
+        r"'bias' has the hook .*\(test_gradient_hooks\.py:\d+\) by register_post_accumulate_grad_hook; expected none"
+    )
+    with pytest.raises(ExportError, match=match):
+        export_training_step(module, F.mse_loss, (x.detach(), y))
+
+
+def test_a_hook_on_the_backward_passes_of_all_modules_is_refused() -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    try:
+        with pytest.raises(
+            ExportError, match=r"every module has the hook .*\(test_gradient_hooks\.py:\d+\) on its back"
+        ):
+            export_training_step(nn.Linear(5, 4), F.mse_loss, (torch.randn(3, 5), torch.randn(3, 4)))
+    finally:
+        handle.remove()
