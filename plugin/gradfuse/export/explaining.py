@@ -143,14 +143,19 @@ def text_of(code: CodeType, line: int) -> str:
 
 def of_callable(function: Any) -> str:
     """Return how something that can be called is written in messages: with its place, if it is made of code."""
+    code = code_of(function)
+    return text_of(code, code.co_firstlineno) if isinstance(code, CodeType) else str(getattr(code, "__name__", code))
+
+
+def code_of(function: Any) -> Any:
+    """Return the code that something that can be called is made of; if there is none, what is called."""
     while isinstance(function, functools.partial):
         function = function.func
-    if not hasattr(inspect.unwrap(function), "__code__") and not isinstance(
-        function, (MethodType, BuiltinFunctionType)
+    if not isinstance(function, (MethodType, BuiltinFunctionType)) and not hasattr(
+        inspect.unwrap(function), "__code__"
     ):
         function = type(function).__call__
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    return str(getattr(function, "__name__", function)) if code is None else text_of(code, code.co_firstlineno)
+    return getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", function)
 
 
 def is_asked_by_code(condition: private.SizeCondition) -> bool:

@@ -1,20 +1,23 @@
-"""Hooks on the gradients of parameters, `Parameter.register_hook`, in exported steps.
+"""Hooks on gradients, `Tensor.register_hook`, in exported steps.
 
 PyTorch calls them once in each backward pass, in the order in which they were registered, with the whole gradient of
-the loss by the parameter. They are traced behind the forward pass, for gradients that are not known yet: see
-`own_gradients`. This module imports torch.
+the loss by a parameter, or by what the step's code registers them with. They are traced behind the forward pass, for
+gradients that are not known yet: see `own_gradients`. This module imports torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError
@@ -32,14 +35,34 @@ class Hook:
 
     Attributes:
         function: takes a gradient, and returns what takes its place; None: it stays, as the hook may have changed it.
-        name: the parameter.
+        place: what it is registered with, or where, for messages.
     """
 
     function: Callable[[Tensor], Any]
-    name: str
+    place: str
 
     def __str__(self) -> str:
-        return f"the hook {explaining.of_callable(self.function)} on the gradient of {self.name!r}"
+        return f"the hook {explaining.of_callable(self.function)} {self.place}"
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(explaining.code_of(self.function), str(self))
+
+    @classmethod
+    def registered_here(cls, function: Callable[[Tensor], Any]) -> Hook:
+        """Return one that the user's code registers with what it computes."""
+        return cls(function, f"that is registered in {explaining.current_place()}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What the hooks have in common that the same code registers in several runs."""
+
+    code: Any
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def of_parameter(name: str, parameter: Tensor) -> tuple[Hook, ...]:
@@ -54,7 +77,7 @@ def of_parameter(name: str, parameter: Tensor) -> tuple[Hook, ...]:
             "register_post_accumulate_grad_hook; expected none: take it away by remove() of its handle. To update in "
             "it, give the optimizer to export_training_step; to change the gradient, use register_hook"
         )
-    return tuple(Hook(function, name) for function in private.gradient_hooks(parameter))
+    return tuple(Hook(function, f"on the gradient of {name!r}") for function in private.gradient_hooks(parameter))
 
 
 class Calls:
@@ -124,10 +147,9 @@ class _InTheirPlaces(TorchFunctionMode):
 
 
 class Running:
-    """Registers hooks for one run of a step in PyTorch, and watches them.
+    """Watches the hooks of one run of a step in PyTorch.
 
     Args:
-        hooks: parameter -> its hooks.
         calls: calls them.
         state: all tensors of the run, by name.
         share: by how much the gradients of the loss are divided before they are added up in `.grad`.
@@ -135,34 +157,37 @@ class Running:
 
     Attributes:
         written: whether one has written into the gradient that it was given.
+        changing: of which kinds those are that have changed a gradient.
         in_backward: whether the loss is known, and its backward pass may begin.
     """
 
-    def __init__(
-        self, hooks: Mapping[str, Sequence[Hook]], calls: Calls, state: Mapping[str, Tensor], share: int, spoils: bool
-    ) -> None:
+    def __init__(self, calls: Calls, state: Mapping[str, Tensor], share: int, spoils: bool) -> None:
         self.written = False
+        self.changing: set[Kind] = set()
         self.in_backward = False
-        self._hooks, self._calls, self._state, self._share, self._spoils = hooks, calls, state, share, spoils
+        self._calls, self._state, self._share, self._spoils = calls, state, share, spoils
 
-    def register(self) -> None:
-        """Register the hooks with the parameters of the run."""
-        for name, hooks in self._hooks.items():
-            leaf: Any = self._state[name]
-            if self._share != 1:
-                leaf.register_hook(lambda gradient: gradient / self._share)
-            for hook in hooks:
-                leaf.register_hook(lambda gradient, hook=hook: self._called(hook, gradient))
-            if self._share != 1:
-                leaf.register_hook(lambda gradient: gradient * self._share)
+    def register(self, hooks: Mapping[str, Sequence[Hook]]) -> None:
+        """Register the hooks of parameters."""
+        for name, own in hooks.items():
+            for hook in own:
+                self._state[name].register_hook(functools.partial(self.called, hook))  # type: ignore[no-untyped-call]
 
-    def _called(self, hook: Hook, gradient: Tensor) -> Tensor | None:
+    def called(self, hook: Hook, gradient: Tensor, *, observes: bool = False) -> Tensor | None:
+        """Call a hook with the gradient that it gets in PyTorch, and return the gradient of the whole loss.
+
+        Args:
+            hook: the hook.
+            gradient: that of the whole loss.
+            observes: whether it may only look at it.
+        """
         if not self.in_backward:
             raise refusal(
-                f"{hook} is called within the step, which takes a derivative by {hook.name!r} itself; expected hooks "
-                "on parameters that only the loss is differentiated by"
+                f"{hook} is called within the step, which takes a derivative there itself; expected hooks that PyTorch "
+                "calls for the gradient of the loss alone"
             )
-        given = gradient.clone() if self._spoils else gradient
+        whole = self._share == 1
+        given = gradient.clone() if self._spoils else gradient if whole else gradient / self._share
         version, versions = private.version(given), self._versions()
         drawn, written = torch.get_rng_state(), WrittenData()
         with written:
@@ -176,41 +201,174 @@ class Running:
                 )
         changed = private.version(given) != version or given in written
         if result is None and not changed:
+            if observes:
+                return None
             raise refusal(
                 f"{hook} returns None and only looks at it, which an exported step does not do; expected none: take it "
                 "away by remove() of its handle, and look at session.gradients of a step that has no optimizer"
             )
         self.written |= changed
-        if not self._spoils:
-            return result
-        if changed and gradient.layout == torch.strided:
+        self.changing.add(hook.kind)
+        if self._spoils and changed and gradient.layout == torch.strided:
             gradient.fill_(torch.nan)
-        return given if result is None else result
+        result = given if result is None else result
+        return result if whole or self._spoils else result * self._share
 
     def _versions(self) -> dict[str, int]:
         return {name: private.version(tensor) for name, tensor in self._state.items()}
 
 
+_REGISTER_HOOK: Any = Tensor.register_hook
+
+
+class InForward(TorchFunctionMode):
+    """Watches hooks that the step's code registers with what it computes, in a run in PyTorch.
+
+    Args:
+        running: watches those of parameters.
+        probed: those that `probe` takes the place of.
+    """
+
+    def __init__(self, running: Running, probed: Collection[Kind]) -> None:
+        super().__init__()
+        self._running, self._probed = running, probed
+        self._registered: list[Kind] = []
+        self._probes = 0
+
+    @property
+    def registered(self) -> tuple[Kind, ...]:
+        """Those that change gradients, in the order in which they were registered."""
+        return tuple(one for one in self._registered if one in self._running.changing)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not _REGISTER_HOOK or len(args) != 2:
+            return func(*args, **(kwargs or {}))
+        tensor, function = args
+        hook, is_leaf = Hook.registered_here(function), tensor.is_leaf
+        self._registered.append(hook.kind)
+        if hook.kind in self._probed:
+            factor = probe(self._probes)
+            self._probes += 1
+            return func(tensor, lambda gradient: gradient * factor)
+
+        def called(gradient: Tensor) -> Tensor | None:
+            changed = self._running.called(hook, gradient, observes=True)
+            if changed is not None and is_leaf:
+                raise refusal(
+                    f"{hook} changes the gradient of a parameter or another tensor that the step does not compute, "
+                    "once more in each call; expected it registered once with a parameter, outside of forward"
+                )
+            return changed
+
+        return func(tensor, called)
+
+
+def probe(number: int) -> float:
+    """Return the number by which a hook multiplies gradients where it is seen whether it is in its place."""
+    return _PROBES[number % len(_PROBES)]
+
+
+_PROBES = (0.5, 2.0, 0.75, 1.25, 1.5)
+
+
+class Registered(TorchFunctionMode):
+    """Marks what the step's code registers hooks with, while it is traced.
+
+    Args:
+        changing: the hooks to mark, in the order of their registration; others only look at gradients.
+        first: the number of the first one.
+
+    """
+
+    def __init__(self, changing: Sequence[Kind], first: int) -> None:
+        super().__init__()
+        self._changing, self._first = changing, first
+        self._found: list[tuple[Hook, Tensor, Mapping[int, Any]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not _REGISTER_HOOK or len(args) != 2:
+            return func(*args, **(kwargs or {}))
+        tensor, function = args
+        hook = Hook.registered_here(function)
+        # Nobody calls it.
+        held: OrderedDict[int, Any] = OrderedDict()
+        handle = RemovableHandle(held)
+        held[handle.id] = function
+        if hook.kind in self._changing:
+            with own_gradients.apart():
+                marked = own_gradients.HOOKED(tensor, self._first + len(self._found))
+            self._found.append((hook, marked, held))
+        return handle
+
+    def traced(self, calls: Calls, share: int) -> list[Tensor]:
+        """Return what the hooks make of gradients.
+
+        Raises:
+            ExportError: other hooks were registered than in PyTorch's run.
+        """
+        found = [hook.kind for hook, *_ in self._found]
+        for one in dict.fromkeys((*self._changing, *found)):
+            times, wanted = found.count(one), self._changing.count(one)
+            if times != wanted:
+                raise refusal(
+                    f"{one} is registered {times} times when the step is traced, and {wanted} times when PyTorch runs "
+                    "it; expected as often"
+                )
+        return [
+            _changed(marked, self._first + number, [hook], calls, share)
+            for number, (hook, marked, held) in enumerate(self._found)
+            # Its handle may have removed it.
+            if held
+        ]
+
+
 def traced(
-    hooks: Mapping[str, Sequence[Hook]], calls: Calls, leaves: Mapping[str, Tensor], share: int
+    hooks: Mapping[str, Sequence[Hook]], registered: Registered, calls: Calls, leaves: Mapping[str, Tensor], share: int
 ) -> tuple[Tensor, ...]:
-    """Return what hooks make of the gradients of parameters, while a step is traced.
+    """Return what hooks make of gradients, while a step is traced.
 
     Args:
         hooks: parameter -> its hooks.
+        registered: those that the step's code has registered.
         calls: calls them.
-        leaves: the parameters that have a gradient; those with hooks are numbered in this order.
+        leaves: the parameters that have a gradient.
         share: as for `Running`.
     """
-    results = []
     with own_gradients.apart():
-        for name, leaf in leaves.items():
-            if name not in hooks:
-                continue
-            gradient = own_gradients.of_leaf(leaf, len(results))
-            gradient = gradient if share == 1 else gradient / share
-            for hook in hooks[name]:
-                changed = calls.call(hook, gradient)
-                gradient = gradient if changed is None else changed
-            results.append(gradient if share == 1 else gradient * share)
-    return tuple(results)
+        of_leaves = [
+            _changed(leaf, number, hooks[name], calls, share)
+            for number, (name, leaf) in enumerate(leaves.items())
+            if name in hooks
+        ]
+        return (*of_leaves, *registered.traced(calls, share))
+
+
+def _changed(tensor: Tensor, number: int, hooks: Sequence[Hook], calls: Calls, share: int) -> Tensor:
+    def change(gradient: Tensor) -> Tensor:
+        for hook in hooks:
+            given = gradient if share == 1 else gradient / share
+            result = calls.call(hook, given)
+            result = given if result is None else result
+            gradient = result if share == 1 else result * share
+        return gradient
+
+    return own_gradients.changed_gradient(tensor, number, change)
+
+
+def put_in_place(program: ExportedProgram) -> ExportedProgram:
+    """Return a decomposed program in which all that is computed of a tensor with hooks goes through what marks it.
+
+    Of several hooks the first one gets the gradient first.
+    """
+    graph = program.graph
+    marks = [node for node in graph.nodes if node.target is own_gradients.HOOKED]
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    later = set(marks)
+    for mark in marks:
+        later.discard(mark)
+        tensor = mark.args[0]
+        tensor.replace_all_uses_with(
+            mark, delete_user_cb=lambda user, mark=mark: user is not mark and user not in later
+        )
+        (places[-1] if tensor.op == "placeholder" else tensor).append(mark)
+    return private.with_graph(program, graph) if marks else program

@@ -166,17 +166,19 @@ def completed(
     trained: int = 0,
     *,
     fuse: bool = False,
+    probe: Callable[[int], float] | None = None,
 ) -> ir.Model:
     """Return a translated model with gradients and without placeholder operators, simplified.
 
     Args:
-        model: takes the tensors `order` of the step first. Its last outputs are what hooks make of gradients.
+        model: takes the tensors `order` of the step first.
         step: the step.
         order: the names of the tensors.
         free: those that become inputs; the others, frozen parameters and unchanged buffers, become initializers.
         trained: by how many of the first inputs gradients of the first result are taken, as further outputs; those by
             the batch's `step.differentiated` follow.
         fuse: whether operators of gradfuse may stand in it.
+        probe: as for `own_gradients.change_gradients`.
 
     Raises:
         ExportError: an operator has no gradient rule.
@@ -197,8 +199,7 @@ def completed(
             model = gradients.append(model, wrt, fuse=fuse, sizes=sizes)
         except ModelError as error:
             raise refusal(one_line(error)) from error
-        hooked = [place for place, name in enumerate(order[:trained]) if name in step.hooks]
-        own_gradients.change_leaves(model.graph, hooked, len(wrt))
+        own_gradients.change_gradients(model.graph, len(wrt), probe)
     elif fuse:
         simplify(model)
         fuse_attention(model.graph, free_prefix(model.graph, "attention/"), model.opset_imports[""], (), sizes)

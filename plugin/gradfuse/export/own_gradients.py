@@ -8,8 +8,13 @@ outputs that are not known yet:
 Once gradients are written, that of x_i is what the backward pass gives, whatever that of x_i' is, and the gradient of
 y_k' takes the place of c_k.
 
-Likewise hooks on the gradients of parameters are traced for leaf_gradient(p), whose place the gradient of p takes. What
-the hooks give is an output of the program until then. This module imports torch.
+Likewise hooks on gradients are traced for gradients that are not known yet:
+
+    c = gradient_of(x, number)    hooked_gradient(hook(c), x, number)
+
+The latter is an output of the program until gradients are written. That of a parameter then takes the place of c, and
+is what the hook gives. Where code registers a hook with a tensor y that it computes, hooked(y, number) takes the place
+of y: the gradient of this takes the place of c, and y gets what the hook gives. This module imports torch.
 """
 
 from __future__ import annotations
@@ -33,16 +38,21 @@ from gradfuse.export import explaining
 from gradfuse.export.reporting import refusal
 from gradfuse.export.translation import LOCAL_DOMAIN
 
-_COTANGENT, _INPUT, _OUTPUT, _LEAF = "Cotangent", "OwnInput", "OwnOutput", "LeafGradient"
+_COTANGENT, _INPUT, _OUTPUT = "Cotangent", "OwnInput", "OwnOutput"
+_HOOKED, _GRADIENT_OF, _HOOKED_GRADIENT, _PASSED_ON = "Hooked", "GradientOf", "HookedGradient", "PassedOn"
+_NUMBERED = (_COTANGENT, _HOOKED, _GRADIENT_OF, _HOOKED_GRADIENT)
+_NUMBER = "number"
 _KNOWN = "gradfuse.known_gradient"
-"""In the `meta` of an `OwnOutput`: the gradient of its result."""
+"""In the `meta` of an `OwnOutput` or `Hooked`: the gradient of its result."""
 
 _library: Any = torch.library.Library("gradfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema in (
     "cotangent(Tensor output, int number) -> Tensor",
     "own_input(Tensor input, Tensor gradient) -> Tensor",
     "own_output(Tensor output, Tensor cotangent, Tensor[] inputs) -> Tensor",
-    "leaf_gradient(Tensor leaf, int number) -> Tensor",
+    "hooked(Tensor input, int number) -> Tensor",
+    "gradient_of(Tensor input, int number) -> Tensor",
+    "hooked_gradient(Tensor gradient, Tensor input, int number) -> Tensor",
 ):
     _library.define(_schema)
     _name = f"gradfuse::{_schema.partition('(')[0]}"
@@ -109,10 +119,21 @@ def apart() -> Iterator[None]:
         yield
 
 
-def of_leaf(leaf: Tensor, number: int) -> Tensor:
-    """Return the gradient of the loss by a parameter, which is not known yet; `change_leaves` asks for the number."""
-    gradient: Tensor = torch.ops.gradfuse.leaf_gradient(leaf, number)
-    return gradient
+HOOKED = torch.ops.gradfuse.hooked.default
+"""Takes the place of a tensor with a hook: the tensor and the number of the hook."""
+
+
+def changed_gradient(tensor: Tensor, number: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what hooks make of the gradient of a tensor, as an output of the program for `change_gradients`.
+
+    Args:
+        tensor: a parameter, or what `HOOKED` gives.
+        number: of a parameter, which of the gradients is its own, counted from 0; larger ones for others.
+        change: what the hooks do.
+    """
+    own = torch.ops.gradfuse
+    changed: Tensor = own.hooked_gradient(change(own.gradient_of(tensor, number)), tensor, number)
+    return changed
 
 
 class _Context:
@@ -232,7 +253,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
         def translate(first: Any, *others: Any) -> Any:
             inputs = [value for one in others for value in (one if isinstance(one, Sequence) else [one])]
             # That of a cotangent is there only so that it is one of a kind.
-            attributes = {"number": inputs.pop()} if name in (_COTANGENT, _LEAF) else {}
+            attributes = {_NUMBER: inputs.pop()} if name in _NUMBERED else {}
             results = private.results_of_translation(1)
             node = ir.node(name, [first, *inputs], attributes=attributes, domain=LOCAL_DOMAIN, outputs=results)
             private.record_node(node)
@@ -245,12 +266,25 @@ def translations() -> dict[Any, Callable[..., Any]]:
         own.cotangent.default: node_of(_COTANGENT),
         own.own_input.default: node_of(_INPUT),
         own.own_output.default: node_of(_OUTPUT),
-        own.leaf_gradient.default: node_of(_LEAF),
+        HOOKED: node_of(_HOOKED),
+        own.gradient_of.default: node_of(_GRADIENT_OF),
+        own.hooked_gradient.default: node_of(_HOOKED_GRADIENT),
     }
 
 
 no_gradient(_COTANGENT, domain=LOCAL_DOMAIN)
-no_gradient(_LEAF, domain=LOCAL_DOMAIN)
+no_gradient(_GRADIENT_OF, domain=LOCAL_DOMAIN)
+no_gradient(_HOOKED_GRADIENT, domain=LOCAL_DOMAIN)
+
+
+@gradient(_HOOKED, domain=LOCAL_DOMAIN)
+def _of_hooked(call: Call) -> Iterator[Gradient]:
+    (dy,) = call.dy
+    assert dy is not None
+    call.node.meta[_KNOWN] = dy.value
+    passed = call.tape.op(_PASSED_ON, dy, domain=LOCAL_DOMAIN, **{_NUMBER: call.attribute(_NUMBER)})
+    passed.value.shape = call.node.outputs[0].shape
+    yield passed
 
 
 @gradient(_INPUT, domain=LOCAL_DOMAIN, fixed=(1,))
@@ -270,35 +304,64 @@ def _of_output(call: Call) -> Iterator[Gradient]:
         yield None if one is None else one.zeros()
 
 
-def change_leaves(graph: ir.Graph, changed: Sequence[int], count: int) -> None:
-    """Put what hooks give into the places of gradients.
+def change_gradients(graph: ir.Graph, count: int, probe: Callable[[int], float] | None = None) -> None:
+    """Put what hooks give into the places of gradients, and take what stands for that out of the outputs.
 
     Args:
-        graph: has gradients as its last outputs, and before these what hooks give, which stop being outputs.
-        changed: which gradients have hooks, counted from the first one, in the order of what these give.
-        count: how many gradients there are.
+        graph: has gradients as its last outputs.
+        count: how many these are.
+        probe: where code has registered hooks with what it computes, they multiply by these numbers instead.
     """
-    if not changed:
+    results = {_number(node): node for node in graph if _is(node, _HOOKED_GRADIENT)}
+    hooked = [node for node in graph if _is(node, _HOOKED)]
+    if not results and not hooked:
         return
-    outputs = list(graph.outputs)
-    graph.outputs.clear()
-    first = len(outputs) - count
-    others, results, found = outputs[: first - len(changed)], outputs[first - len(changed) : first], outputs[first:]
-    leaves = {node.attributes.get_int("number"): node for node in graph if _is(node, _LEAF)}
-    for number, (place, result) in enumerate(zip(changed, results, strict=True)):
-        gradient = found[place]
-        found[place] = result
-        if number in leaves:
-            given = leaves[number].outputs[0]
-            ir.convenience.replace_all_uses_with(given, gradient)
-            found[place] = gradient if result is given else result
-            graph.remove(leaves[number], safe=True)
-    graph.outputs.extend([*others, *found])
+    instead = {node.outputs[0] for node in results.values()}
+    graph.outputs[:] = [value for value in graph.outputs if value not in instead]
+    first = len(graph.outputs) - count
+    known = dict(enumerate(graph.outputs[first:]))
+    # The loss may not depend on one of them.
+    known |= {_number(node): node.meta.get(_KNOWN) or _zeros_like(graph, node.outputs[0]) for node in hooked}
+    for node in [node for node in graph if _is(node, _GRADIENT_OF)]:
+        _replace(graph, node, known[_number(node)])
+    for node in [node for node in graph if _is(node, _PASSED_ON)]:
+        number, given = _number(node), node.inputs[0]
+        result = results[number].inputs[0] if number in results else given
+        assert result is not None and given is not None
+        _replace(graph, node, result if probe is None else _times(graph, given, probe(number)))
+    for number, node in results.items():
+        result = node.inputs[0]
+        assert result is not None
+        if number < count:
+            graph.outputs[first + number] = result
+        graph.remove(node, safe=True)
     graph.sort()
 
 
 def _is(node: ir.Node, op_type: str) -> bool:
     return (node.domain, node.op_type) == (LOCAL_DOMAIN, op_type)
+
+
+def _number(node: ir.Node) -> int:
+    number = node.attributes.get_int(_NUMBER)
+    assert number is not None
+    return number
+
+
+def _replace(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
+    ir.convenience.replace_all_uses_with(node.outputs[0], value, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def _times(graph: ir.Graph, value: ir.Value, number: float) -> ir.Value:
+    assert value.dtype is not None
+    factor = ir.tensor(np.array(number, dtype=value.dtype.numpy()), dtype=value.dtype)
+    constant = ir.node("Constant", [], attributes={"value": factor})
+    product = ir.node("Mul", [value, constant.outputs[0]])
+    constant.outputs[0].type = product.outputs[0].type = value.type
+    product.outputs[0].shape = value.shape
+    graph.extend([constant, product])
+    return product.outputs[0]
 
 
 def _zeros_like(graph: ir.Graph, value: ir.Value) -> ir.Value:
@@ -322,7 +385,7 @@ def resolve(model: ir.Model) -> None:
             assert cotangent is not None
             ir.convenience.replace_all_uses_with(cotangent, known)
     for node in nodes:
-        if node.op_type in (_INPUT, _OUTPUT, _COTANGENT):
+        if node.op_type in (_INPUT, _OUTPUT, _COTANGENT, _HOOKED):
             value = node.inputs[0]
             assert value is not None
             if node.op_type == _COTANGENT and node.outputs[0].uses():

@@ -24,7 +24,6 @@ from gradfuse.export.arguments import Arguments
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.gradient_hooks import Hook
 from gradfuse.export.leaves import (
-    HooksOnGradients,
     MadeTensors,
     Reads,
     WrittenData,
@@ -84,6 +83,7 @@ class Outcome:
         outputs: what the loss returns beside its value, by name.
         input_gradients: the gradients of the tensors of the batch that the step is asked for.
         differentiates: whether module or loss take derivatives themselves.
+        hooks: those that the code has registered with what it computes and that change gradients, in order.
         hooks_write: whether a hook on a gradient has written into it.
         read_by_hooks: what hooks read that may have the memory of the step's own tensors, in whose places copies are.
     """
@@ -97,6 +97,7 @@ class Outcome:
     outputs: dict[str, Tensor]
     input_gradients: dict[str, Tensor]
     differentiates: bool = False
+    hooks: tuple[gradient_hooks.Kind, ...] = ()
     hooks_write: bool = False
     read_by_hooks: tuple[tuple[Tensor, Hook], ...] = ()
 
@@ -150,6 +151,7 @@ class TorchStep:
         differentiated: the names of the tensors of the batch whose gradients are outputs.
         frozen_inputs: the names of the frozen weights that are inputs of the model.
         hooks: trainable parameter -> the hooks on its gradient.
+        probed: the hooks that the code registers and that runs replace by others, which `gradient_hooks.probe` defines.
     """
 
     module: nn.Module
@@ -172,6 +174,7 @@ class TorchStep:
     differentiated: tuple[str, ...] = ()
     frozen_inputs: tuple[str, ...] = ()
     hooks: Mapping[str, Sequence[Hook]] = dataclasses.field(default_factory=dict)
+    probed: Collection[gradient_hooks.Kind] = ()
 
     @classmethod
     def of(
@@ -468,8 +471,8 @@ class TorchStep:
         of_batch = dict(zip(self.batch, (*inputs, *targets), strict=True))
         wanted = {name: of_batch[name].requires_grad_() for name in self.differentiated}
         share, calls = 1 if spoils else self.share_of_hooks, self.calls
-        of_parameters = gradient_hooks.Running(self.hooks, calls, state, share, spoils)
-        of_parameters.register()
+        running = gradient_hooks.Running(calls, state, share, spoils)
+        running.register(self.hooks)
         if held is not None:
             held.extend((*inputs, *targets))
         for name, gradient in updated.items():
@@ -478,7 +481,8 @@ class TorchStep:
             state[name].grad = gradient
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
-        made, written, read, hooks = MadeTensors(), WrittenData(), Reads(self.left_out), HooksOnGradients()
+        made, written, read = MadeTensors(), WrittenData(), Reads(self.left_out)
+        hooks = gradient_hooks.InForward(running, self.probed)
         kept = saved_tensors.limited(state.values()) if take is not None else contextlib.nullcontext()
         # A step without a seed is run to find whether it needs one.
         drawing = SeededDropout(state.get(DROPOUT_SEED, torch.tensor(TRIED_SEED)))
@@ -545,14 +549,13 @@ class TorchStep:
             or tensor in written
         )
         every = leaves | wanted
-        of_parameters.in_backward = True
+        running.in_backward = True
         gradients = _gradients(value, every) if take is None else _gradients_taken(value, every, take)
         for name in wanted:
             if name not in gradients:
                 raise refusal(
                     f"the loss does not depend on {name!r}, whose gradient is asked for; expected that it does"
                 )
-        hooks.refuse()
         return Outcome(
             loss=value.detach(),
             gradients={name: one for name, one in gradients.items() if name not in wanted},
@@ -563,7 +566,8 @@ class TorchStep:
             outputs={name: tensor.detach() for name, tensor in outputs.items()},
             input_gradients={name: gradients[name] for name in wanted},
             differentiates=bool(taken_inside),
-            hooks_write=of_parameters.written,
+            hooks_write=running.written,
+            hooks=hooks.registered,
             read_by_hooks=tuple(calls.aliases),
         )
 

@@ -83,6 +83,10 @@ def forward_program(
     Raises:
         ExportError: PyTorch cannot trace the step, or it draws random numbers that no seed determines.
     """
+    if native.hooks and native.differentiates:
+        raise refusal(
+            f"{native.hooks[0]} changes a gradient in a step that takes derivatives itself; expected one or the other"
+        )
     used = tuple(native.gradients)
     others = unused(step, native)
 
@@ -230,6 +234,7 @@ def decomposed(
         # Attention kernels are left for products and softmax, whose gradients fuse.
         with quiet(), sdpa_kernel(SDPBackend.MATH):
             program = decomposing.decompose(program, table)
+            program = gradient_hooks.put_in_place(program)
             complex_numbers.read_parts(program)
             if fuse:
                 recurrences.fuse_recurrences(program)
@@ -294,12 +299,15 @@ class _Traced(nn.Module):
             answered = branches.answered(step, taken, state, native.changed, differentiates=native.differentiates)
             scanned = contextlib.nullcontext() if native.differentiates else recurrences.scanned()
             packed = contextlib.nullcontext() if native.differentiates else padded()
+            registered = gradient_hooks.Registered(native.hooks, len(used) + len(step.differentiated))
             with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), answered, packed:
-                results = step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets], watch)
-                # PyTorch calls them when buffers have their new values.
-                hooked = gradient_hooks.traced(
-                    step.hooks, step.calls, {name: state[name] for name in used}, step.share_of_hooks
-                )
+                with registered:
+                    results = step.apply(
+                        state, list(map(Tensor.clone, inputs)), list(map(Tensor.clone, targets)), watch
+                    )
+                # PyTorch calls hooks when buffers have their new values.
+                leaves = {name: state[name] for name in used}
+                hooked = gradient_hooks.traced(step.hooks, registered, step.calls, leaves, step.share_of_hooks)
                 return *results, hooked
 
         if native.differentiates:
