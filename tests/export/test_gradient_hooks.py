@@ -1,4 +1,4 @@
-"""Hooks on the gradients of parameters: an exported step trains as PyTorch does with them, or is refused."""
+"""Hooks on gradients: an exported step trains as PyTorch does with them, or is refused."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from like_torch import trains_like_torch
 from torch import Tensor, nn
 
 from gradfuse import ExportError, TrainingSession, export_training_step
+from gradfuse.export import gradient_hooks
 from gradfuse.testing import assert_gradients_close
 
 Batch = tuple[Tensor, Tensor]
@@ -25,6 +26,10 @@ def _batches(count: int) -> list[Batch]:
         (torch.randint(0, 9, (6, 4), generator=generator), torch.randint(0, 3, (6,), generator=generator))
         for _ in range(count)
     ]
+
+
+def _register(tensor: Any, hook: Callable[[Tensor], Any]) -> Any:
+    return tensor.register_hook(hook)
 
 
 class Net(nn.Module):
@@ -46,7 +51,7 @@ class Net(nn.Module):
 
 
 def _hooked() -> Net:
-    module = Net()
+    module: Any = Net()
     rows = torch.ones(9, 1)
     rows[:4] = 0
     weight = module.hidden.weight
@@ -69,7 +74,7 @@ def _hooked() -> Net:
     module.spare.weight.register_hook(lambda gradient: gradient + 1)
     module.frozen.weight.register_hook(lambda gradient: gradient.no_such_attribute)
     module.frozen.requires_grad_(False)
-    return module
+    return module  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("fuse", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -87,7 +92,7 @@ def _trained(dtype: torch.dtype, batches: list[Batch], scale: float, **settings:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, weight_decay=0.25)
     count = settings.get("accumulate", 1)
     for number, (x, y) in enumerate(batches, 1):
-        (F.cross_entropy(module(x), y) * scale / count).backward()  # type: ignore[no-untyped-call]
+        (F.cross_entropy(module(x), y) * scale / count).backward()
         if number % count == 0:
             for parameter in module.parameters():
                 if parameter.grad is not None:
@@ -102,7 +107,7 @@ def _trained(dtype: torch.dtype, batches: list[Batch], scale: float, **settings:
 def _clipped() -> Net:
     module = Net()
     for parameter in module.parameters():
-        parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        _register(parameter, lambda gradient: gradient.clamp(-0.02, 0.02))
     return module
 
 
@@ -204,7 +209,7 @@ def _of_module(module: Net, name: str) -> Callable[[Tensor], Any]:
 def test_what_cannot_be_a_function_of_the_gradient_is_refused(name: str, message: str) -> None:
     module = Net()
     hook = _of_module(module, name)
-    module.out.bias.register_hook(hook)
+    _register(module.out.bias, hook)
     with pytest.raises(ExportError, match=message) as error:
         export_training_step(module, F.cross_entropy, _batches(1)[0])
     text = str(error.value)
@@ -227,11 +232,11 @@ def test_a_hook_may_write_into_its_gradient_unless_another_one_has_its_memory() 
     """In PyTorch both terms of a sum get one tensor; that the hook does nothing to these numbers hides nothing."""
     module = Sum()
     batch = torch.randn(4), torch.randn(4)
-    handle = module.first.register_hook(lambda gradient: gradient.clamp_(-1e3, 1e3))
+    handle = _register(module.first, lambda gradient: gradient.clamp_(-1e3, 1e3))
     with pytest.raises(ExportError, match=r"writes into a gradient that has the memory of another gradient .*clamp in"):
         export_training_step(module, F.mse_loss, batch)
     handle.remove()
-    module.first.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3))
+    _register(module.first, lambda gradient: gradient.clamp(-1e3, 1e3))
     export_training_step(module, F.mse_loss, batch)
 
 
@@ -242,15 +247,15 @@ def test_a_hook_on_what_the_step_differentiates_by_is_refused() -> None:
             return super().forward(x) + gradient.pow(2).mean()
 
     module = Penalty(5, 4)
-    module.weight.register_hook(lambda gradient: gradient * 2)
-    with pytest.raises(ExportError, match="called within the step, which takes a derivative by 'weight' itself; exp"):
+    _register(module.weight, lambda gradient: gradient * 2)
+    with pytest.raises(ExportError, match="called within the step, which takes a derivative there itself; expected"):
         export_training_step(module, F.mse_loss, (torch.randn(3, 5), torch.randn(3, 4)))
 
 
 def test_hooks_behind_the_sum_and_on_gradients_of_inputs_are_refused() -> None:
-    module = nn.Linear(5, 4)
+    module: Any = nn.Linear(5, 4)
     x, y = torch.randn(3, 5, requires_grad=True), torch.randn(3, 4)
-    x.register_hook(lambda gradient: gradient * 2)
+    _register(x, lambda gradient: gradient * 2)
     with pytest.raises(
         ExportError, match=r"a tensor of the batch has the hook .* on its gradient, and input_gradients"
     ):
@@ -272,3 +277,153 @@ def test_a_hook_on_the_backward_passes_of_all_modules_is_refused() -> None:
             export_training_step(nn.Linear(5, 4), F.mse_loss, (torch.randn(3, 5), torch.randn(3, 4)))
     finally:
         handle.remove()
+
+
+class Unrolled(nn.Module):
+    """Registers hooks with what it computes: as models that unroll, reverse, clip or look at gradients do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.step, self.out = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.judge = nn.Linear(6, 4)
+        self.count: Any
+        self.register_buffer("count", torch.tensor(1.0))
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if not self.training:
+            return self.out(hidden)  # type: ignore[no-any-return]
+        reverse = hidden.view_as(hidden)
+        _register(reverse, lambda gradient: -gradient / self.count)
+        judged = self.judge(reverse)
+        # What was computed before counts too.
+        _register(hidden, lambda gradient: gradient.clamp(-0.01, 0.01)), _register(hidden, self._look)
+        _register(hidden, lambda gradient: gradient * 3 + 1e-3)
+        for number in range(3):
+            hidden = torch.tanh(self.step(hidden))
+            # Of all rounds, it is the last one's number.
+            _register(hidden, lambda gradient: gradient * (number - 1.5))  # noqa: B023
+        hidden = hidden * 2
+        _register(hidden, lambda gradient: gradient.mul_(0.5))
+        hidden.add_(1)
+        first, second = self.out(hidden).split([1, 3], 1)
+        _register(second, torch.zeros_like)
+        self.count += 1
+        return torch.cat([first, second], 1) + judged  # type: ignore[no-any-return]
+
+    def _look(self, gradient: Tensor) -> None:
+        self.seen.append(float(gradient.sum()))
+
+
+def _scaled_error(output: Tensor, target: Tensor) -> Tensor:
+    error = F.mse_loss(output, target)
+    if error.requires_grad:
+        _register(error, lambda gradient: gradient * 0.25)
+    return error
+
+
+def _pairs(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(3, 5, generator=generator), torch.randn(3, 4, generator=generator)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("fuse", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_hooks_that_forward_registers_change_gradients_as_in_pytorch(fuse: bool) -> None:
+    trains_like_torch(Unrolled, _scaled_error, _pairs(4), fuse=fuse)
+
+
+class Registering(nn.Module):
+    def __init__(self, register: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 4)
+        self._register = register
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        self._register(self, hidden)
+        return self.second(hidden) + self.second(hidden * 1.0)  # type: ignore[no-any-return]
+
+
+def _clipping(_: Any, hidden: Tensor) -> None:
+    _register(hidden, lambda gradient: gradient.clamp(-1e3, 1e3))
+
+
+def _doubled_when_traced(_: Any, hidden: Tensor) -> None:
+    for _ in range(2 if torch.compiler.is_exporting() else 1):
+        _register(hidden, lambda gradient: gradient * 2)
+
+
+def _with_parameter(module: Any, _: Tensor) -> None:
+    _register(module.first.weight, lambda gradient: gradient * 2)
+
+
+def _branching(_: Any, hidden: Tensor) -> None:
+    _register(hidden, lambda gradient: gradient * 2 if gradient.norm() > 1e-3 else gradient)
+
+
+def _differentiated(_: Any, hidden: Tensor) -> None:
+    _register(hidden, lambda gradient: gradient * 2)
+    torch.autograd.grad(hidden.sum(), hidden, retain_graph=True)
+
+
+@pytest.mark.parametrize(
+    "register, message",
+    [
+        (_doubled_when_traced, "is registered 2 times when the step is traced, and 1 times when PyTorch runs it"),
+        (
+            _with_parameter,
+            "changes the gradient of a parameter .*, once more in each call; expected it registered once",
+        ),
+        (_branching, "cannot be traced, as it is Python code on numbers"),
+        (_differentiated, "is called within the step, which takes a derivative there itself"),
+    ],
+)
+def test_hooks_that_forward_registers_are_refused_with_both_places(register: Any, message: str) -> None:
+    places = r"the hook \S+<lambda> \(test_gradient_hooks\.py:\d+\) that is registered in _register \(test_gradient_"
+    with pytest.raises(ExportError, match=f"{places}.*{message}") as error:
+        export_training_step(Registering(register), F.mse_loss, _pairs(1)[0], evaluation=False)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_the_advice_for_hooks_of_modules_works(full: bool) -> None:
+    def make(hooked: bool) -> nn.Sequential:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+        part: Any = module[1]
+        if hooked and full:
+            part.register_full_backward_hook(lambda part, inputs, outputs: (inputs[0] * 0.5,))
+        elif hooked:
+            part.register_full_backward_pre_hook(lambda part, outputs: (outputs[0] * 0.5,))
+        return module
+
+    def scale(_: Any, inputs: Any, output: Tensor | None = None) -> None:
+        given = inputs[0] if output is None else output
+        if given.requires_grad:
+            _register(given, lambda gradient: gradient * 0.5)
+
+    x, y = _pairs(1)[0]
+    with pytest.raises(ExportError, match=r"the part '1' \(Tanh\) has the hook .* call register_hook of its output"):
+        export_training_step(make(True), F.mse_loss, (x, y))
+    advised = make(False)
+    (advised[1].register_forward_pre_hook if full else advised[1].register_forward_hook)(scale)
+    session = TrainingSession(export_training_step(advised, F.mse_loss, (x, y)))
+    session.step(x, y)
+    native, exact = make(True), make(True).double()
+    F.mse_loss(native(x), y).backward()  # type: ignore[no-untyped-call]
+    F.mse_loss(exact(x.double()), y.double()).backward()  # type: ignore[no-untyped-call]
+    wanted = {name: one.grad for name, one in exact.named_parameters()}
+    for name, parameter in native.named_parameters():
+        assert parameter.grad is not None and wanted[name] is not None
+        assert_gradients_close(session.gradients[name], parameter.grad, wanted[name], np.float32, terms=4.0)
+
+
+def test_a_hook_in_another_place_is_seen_where_it_changes_nothing_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Registering(_clipping)
+    export_training_step(module, F.mse_loss, _pairs(1)[0])
+    monkeypatch.setattr(gradient_hooks, "put_in_place", lambda program: program)
+    with pytest.raises(ExportError, match="changes other gradients in the exported step than in PyTorch; expected a"):
+        export_training_step(module, F.mse_loss, _pairs(1)[0])

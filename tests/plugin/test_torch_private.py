@@ -600,7 +600,7 @@ def test_version() -> None:
 
 def test_gradient_hooks() -> None:
     with needed("Tensor._backward_hooks", "export hooks that it would ignore"):
-        parameter = nn.Parameter(torch.zeros(2))
+        parameter: Any = nn.Parameter(torch.zeros(2))
         assert private.gradient_hooks(parameter) == []
         handle = parameter.register_hook(torch.neg)
         parameter.register_hook(torch.abs)
@@ -611,7 +611,7 @@ def test_gradient_hooks() -> None:
 
 def test_post_accumulate_hooks() -> None:
     with needed("Tensor._post_accumulate_grad_hooks", "refuse hooks that it would ignore"):
-        parameter = nn.Parameter(torch.zeros(2))
+        parameter: Any = nn.Parameter(torch.zeros(2))
         assert private.post_accumulate_hooks(parameter) == []
         parameter.register_post_accumulate_grad_hook(torch.sin)
         assert private.post_accumulate_hooks(parameter) == [torch.sin]

@@ -183,8 +183,13 @@ def completed(
     Raises:
         ExportError: an operator has no gradient rule.
     """
+    constants = {name for name in order if name not in free}
+    for value in every_value(model.graph) if constants else ():
+        if value.name in constants:
+            # Of the translation's own, which may become an initializer.
+            value.name = f"{value.name}_inner"
     for name, value in zip(order, list(model.graph.inputs), strict=False):
-        if name not in free:
+        if name in constants:
             model.graph.inputs.remove(value)
             value.name = name
             value.const_value = ir.tensor(to_numpy(step.state[name]), name=name)

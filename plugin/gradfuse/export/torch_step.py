@@ -704,8 +704,8 @@ def _refuse_backward_hooks(owner: Any) -> None:
     for where, hook in found:
         raise refusal(
             f"{where} has the hook {explaining.of_callable(hook)} on its backward pass; expected none: take it away by "
-            "remove() of its handle. To change the gradient of a parameter, use its register_hook; of what a module "
-            "computes, a torch.autograd.Function with a backward pass that changes it"
+            "remove() of its handle. To change the gradient of what it computes, call register_hook of its output, in "
+            "forward or in a hook by register_forward_hook"
         )
 
 
