@@ -158,7 +158,7 @@ def _counting() -> Callable[[Tensor], Tensor]:
 def _of_module(module: Net, name: str) -> Callable[[Tensor], Any]:
     mean, weight = module.norm.running_mean, module.hidden.weight
     assert mean is not None
-    view = weight.detach()
+    view, total = weight.detach(), torch.zeros(3)
 
     def observe(gradient: Tensor) -> None:
         gradient.norm()
@@ -175,6 +175,8 @@ def _of_module(module: Net, name: str) -> Callable[[Tensor], Any]:
         "counter": _counting(),
         "other gradients": lambda gradient: gradient if module.out.weight.grad is None else gradient * 2,
         "writes": lambda gradient: gradient + mean.add_(1).sum(),
+        "writes elsewhere": lambda gradient: gradient + total.add_(gradient).sum(),
+        "writes into a view": lambda gradient: gradient + total[:1].zero_(),
         "writes by data": lambda gradient: gradient + mean.data.add_(1).sum(),
         "view": lambda gradient: gradient + view.sum(),
         "other when traced": lambda gradient: gradient if torch.compiler.is_exporting() else gradient * 2,
@@ -198,6 +200,8 @@ def _of_module(module: Net, name: str) -> Callable[[Tensor], Any]:
         ),
         ("other gradients", "reads or sets .grad, which a backward pass fills in no order"),
         ("writes", "writes into 'norm.running_mean'; expected a function of the gradient"),
+        ("writes elsewhere", r"writes into a tensor of shape \(3,\); expected a function of the gradient"),
+        ("writes into a view", r"writes into a tensor of shape \(3,\); expected a function of the gradient"),
         ("writes by data", "writes into 'norm.running_mean'; expected a function of the gradient"),
         (
             "view",
@@ -250,6 +254,35 @@ def test_a_hook_on_what_the_step_differentiates_by_is_refused() -> None:
     _register(module.weight, lambda gradient: gradient * 2)
     with pytest.raises(ExportError, match="called within the step, which takes a derivative there itself; expected"):
         export_training_step(module, F.mse_loss, (torch.randn(3, 5), torch.randn(3, 4)))
+
+
+class Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.tanh(x @ weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            result = torch.tanh(x @ weight)
+        return None, *torch.autograd.grad(result, (weight,), grad)
+
+
+def test_a_hook_that_a_function_of_the_step_calls_as_well_is_refused() -> None:
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Recomputed.apply(x, self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+    module = Recomputing()
+    _register(module.weight, lambda gradient: gradient.clamp(-1e3, 1e3))
+    with pytest.raises(ExportError, match=r"on the gradient of 'weight' is called several times in one backward pass"):
+        export_training_step(module, F.mse_loss, _pairs(1)[0])
 
 
 def test_hooks_behind_the_sum_and_on_gradients_of_inputs_are_refused() -> None:

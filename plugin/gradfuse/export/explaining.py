@@ -144,7 +144,9 @@ def text_of(code: CodeType, line: int) -> str:
 def of_callable(function: Any) -> str:
     """Return how something that can be called is written in messages: with its place, if it is made of code."""
     code = code_of(function)
-    return text_of(code, code.co_firstlineno) if isinstance(code, CodeType) else str(getattr(code, "__name__", code))
+    if isinstance(code, CodeType) and is_users(code.co_filename):
+        return text_of(code, code.co_firstlineno)
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def code_of(function: Any) -> Any:

@@ -97,14 +97,20 @@ class Calls:
         self._now = now
         self.aliases: list[tuple[Tensor, Hook]] = []
 
-    def call(self, hook: Hook, gradient: Tensor) -> Tensor | None:
+    def call(self, hook: Hook, gradient: Tensor, written: WrittenData | None = None) -> Tensor | None:
         """Return what a hook gives.
 
+        Args:
+            hook: the hook.
+            gradient: its argument.
+            written: notes what is written into; None: nobody looks.
+
         Raises:
-            ExportError: it fails, or reads `.grad`.
+            ExportError: it fails, reads `.grad`, or writes into other tensors than the gradient.
         """
+        places = _InTheirPlaces(functools.partial(self._current, hook), hook, gradient)
         try:
-            with _InTheirPlaces(functools.partial(self._current, hook), hook):
+            with places:
                 result = self._current(hook, hook.function(gradient))
         except ExportError:
             raise
@@ -116,6 +122,13 @@ class Calls:
             raise refusal(f"{hook} {what}: {explaining.reason(error)}{advice}") from error
         if result is not None and not isinstance(result, Tensor):
             raise refusal(f"{hook} returns {kind(result)}; expected a tensor or None")
+        for tensor, version in places.read:
+            if written is not None and (private.version(tensor) != version or tensor in written):
+                name = next((name for name in self._names.values() if self._now(name) is tensor), None)
+                what = repr(name) if name is not None else f"a tensor of shape {tuple(tensor.shape)}"
+                raise refusal(
+                    f"{hook} writes into {what}; expected a function of the gradient, which changes nothing else"
+                )
         return result
 
     def _current(self, hook: Hook, value: Any) -> Any:
@@ -130,11 +143,18 @@ class Calls:
 
 
 class _InTheirPlaces(TorchFunctionMode):
-    """Puts other tensors into the places of some arguments of all functions, and refuses to read `.grad`."""
+    """Puts other tensors into the places of some arguments of a hook's functions, and refuses to read `.grad`."""
 
-    def __init__(self, current: Callable[[Any], Any], hook: Hook) -> None:
+    def __init__(self, current: Callable[[Any], Any], hook: Hook, gradient: Tensor) -> None:
         super().__init__()
         self._current, self._hook = current, hook
+        self._own = {id(gradient): gradient}
+        self._read: dict[int, tuple[Tensor, int]] = {}
+
+    @property
+    def read(self) -> list[tuple[Tensor, int]]:
+        """What it has been called with, but for the gradient and what was made of that; and the versions of these."""
+        return list(self._read.values())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OF_GRAD:
@@ -143,7 +163,14 @@ class _InTheirPlaces(TorchFunctionMode):
                 "expected a function of the gradient that it is given"
             )
         args, kwargs = private.map_tensors(self._current, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        for one in private.tensors_in((args, kwargs)):
+            has_version = isinstance(one, Tensor) and not private.is_traced(one) and not one.is_inference()
+            if has_version and id(one) not in self._own:
+                self._read.setdefault(id(one), (one, private.version(one)))
+        result = func(*args, **kwargs)
+        made = (one for one in private.tensors_in(result) if isinstance(one, Tensor) and id(one) not in self._read)
+        self._own |= {id(one): one for one in made}
+        return result
 
 
 class Running:
@@ -151,7 +178,6 @@ class Running:
 
     Args:
         calls: calls them.
-        state: all tensors of the run, by name.
         share: by how much the gradients of the loss are divided before they are added up in `.grad`.
         spoils: whether hooks get copies, and the gradients themselves are NaN from then on if a hook writes into them.
 
@@ -161,17 +187,18 @@ class Running:
         in_backward: whether the loss is known, and its backward pass may begin.
     """
 
-    def __init__(self, calls: Calls, state: Mapping[str, Tensor], share: int, spoils: bool) -> None:
+    def __init__(self, calls: Calls, share: int, spoils: bool) -> None:
         self.written = False
         self.changing: set[Kind] = set()
         self.in_backward = False
-        self._calls, self._state, self._share, self._spoils = calls, state, share, spoils
+        self._calls, self._share, self._spoils = calls, share, spoils
+        self._called: dict[int, int] = {}
 
-    def register(self, hooks: Mapping[str, Sequence[Hook]]) -> None:
+    def register(self, hooks: Mapping[str, Sequence[Hook]], leaves: Mapping[str, Tensor]) -> None:
         """Register the hooks of parameters."""
         for name, own in hooks.items():
             for hook in own:
-                self._state[name].register_hook(functools.partial(self.called, hook))  # type: ignore[no-untyped-call]
+                leaves[name].register_hook(functools.partial(self.called, hook))  # type: ignore[no-untyped-call]
 
     def called(self, hook: Hook, gradient: Tensor, *, observes: bool = False) -> Tensor | None:
         """Call a hook with the gradient that it gets in PyTorch, and return the gradient of the whole loss.
@@ -181,24 +208,11 @@ class Running:
             gradient: that of the whole loss.
             observes: whether it may only look at it.
         """
-        if not self.in_backward:
-            raise refusal(
-                f"{hook} is called within the step, which takes a derivative there itself; expected hooks that PyTorch "
-                "calls for the gradient of the loss alone"
-            )
         whole = self._share == 1
         given = gradient.clone() if self._spoils else gradient if whole else gradient / self._share
-        version, versions = private.version(given), self._versions()
-        drawn, written = torch.get_rng_state(), WrittenData()
+        version, drawn, written = private.version(given), torch.get_rng_state(), WrittenData()
         with written:
-            result = self._calls.call(hook, given)
-        if not torch.equal(drawn, torch.get_rng_state()):
-            raise refusal(f"{hook} draws random numbers, which no seed of the step determines; expected none")
-        for name, before in versions.items():
-            if private.version(self._state[name]) != before or self._state[name] in written:
-                raise refusal(
-                    f"{hook} writes into {name!r}; expected a function of the gradient, which changes nothing else"
-                )
+            result = self._calls.call(hook, given, written)
         changed = private.version(given) != version or given in written
         if result is None and not changed:
             if observes:
@@ -207,15 +221,25 @@ class Running:
                 f"{hook} returns None and only looks at it, which an exported step does not do; expected none: take it "
                 "away by remove() of its handle, and look at session.gradients of a step that has no optimizer"
             )
+        if not torch.equal(drawn, torch.get_rng_state()):
+            raise refusal(f"{hook} draws random numbers, which no seed of the step determines; expected none")
+        if not self.in_backward:
+            raise refusal(
+                f"{hook} is called within the step, which takes a derivative there itself; expected hooks that PyTorch "
+                "calls for the gradient of the loss alone"
+            )
+        self._called[id(hook)] = self._called.get(id(hook), 0) + 1
+        if self._called[id(hook)] > 1:
+            raise refusal(
+                f"{hook} is called several times in one backward pass, as a torch.autograd.Function has one of its own "
+                "within; expected hooks that PyTorch calls once, with the whole gradient"
+            )
         self.written |= changed
         self.changing.add(hook.kind)
         if self._spoils and changed and gradient.layout == torch.strided:
             gradient.fill_(torch.nan)
         result = given if result is None else result
         return result if whole or self._spoils else result * self._share
-
-    def _versions(self) -> dict[str, int]:
-        return {name: private.version(tensor) for name, tensor in self._state.items()}
 
 
 _REGISTER_HOOK: Any = Tensor.register_hook

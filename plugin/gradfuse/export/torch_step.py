@@ -471,8 +471,8 @@ class TorchStep:
         of_batch = dict(zip(self.batch, (*inputs, *targets), strict=True))
         wanted = {name: of_batch[name].requires_grad_() for name in self.differentiated}
         share, calls = 1 if spoils else self.share_of_hooks, self.calls
-        running = gradient_hooks.Running(calls, state, share, spoils)
-        running.register(self.hooks)
+        running = gradient_hooks.Running(calls, share, spoils)
+        running.register(self.hooks, leaves)
         if held is not None:
             held.extend((*inputs, *targets))
         for name, gradient in updated.items():
