@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from like_torch import trains_like_torch
 from torch import Tensor, nn
 
 import gradfuse
@@ -85,6 +86,36 @@ def test_a_frozen_parameter_that_gets_the_memory_of_a_trained_one_is_refused() -
     match = r"gives 'teacher\.weight' the memory of 'student\.weight', which is trained; expected a copy"
     with pytest.raises(ExportError, match=match):
         export_training_step(Following(share), F.mse_loss, _batch())
+
+
+class Queue(nn.Module):
+    """Keeps keys in a buffer, with a pointer to the oldest of them in another one, as momentum contrast does."""
+
+    def __init__(self, number: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries, self.keys = nn.Linear(5, 4), nn.Linear(5, 4).requires_grad_(False)
+        self.queue: Tensor
+        self.pointer: Tensor
+        self.register_buffer("queue", torch.randn(4, 9))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+        self._number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            keys = self.keys(x)
+        scores = self.queries(x) @ torch.cat([keys.T, self.queue.clone()], 1)
+        pointer = self._number(self.pointer)
+        self.queue[:, pointer : pointer + len(x)] = keys.T
+        self.pointer[0] = (pointer + len(x)) % 9
+        return scores  # type: ignore[no-any-return]
+
+
+def test_a_pointer_into_a_queue_is_a_number_by_item_and_not_by_int() -> None:
+    batches = [(torch.randn(3, 5), torch.tensor([0, 1, 2])) for _ in range(4)]
+    with pytest.raises(ExportError, match=r"numbers that it takes out of tensors .* or x\.item\(\), which may be comp"):
+        export_training_step(Queue(lambda pointer: int(pointer)), F.cross_entropy, batches[0])
+    trains_like_torch(lambda: Queue(Tensor.item), F.cross_entropy, batches, evaluation=False)
 
 
 class Written(nn.Module):
