@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from gradfuse import ExportError, TrainingSession, export_training_step
 from gradfuse.export import gradient_hooks
 from gradfuse.testing import assert_gradients_close
+from gradfuse.training import splitting
 
 Batch = tuple[Tensor, Tensor]
 
@@ -79,7 +82,7 @@ def _hooked() -> Net:
 
 @pytest.mark.parametrize("fuse", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_hooks_change_gradients_as_in_pytorch(fuse: bool) -> None:
-    session = trains_like_torch(_hooked, F.cross_entropy, _batches(5), fuse=fuse)
+    session = trains_like_torch(_hooked, F.cross_entropy, _batches(5), fuse=fuse, evaluation=False)
     embedded = session.state_dict()["embed.weight"]
     fresh = Net().embed.weight.detach().numpy()
     np.testing.assert_array_equal(embedded[:4], fresh[:4])
@@ -111,38 +114,24 @@ def _clipped() -> Net:
     return module
 
 
-@pytest.mark.parametrize("scale, settings", [(1.0, {"accumulate": 3, "max_grad_norm": 0.1}), (4.0, {"accumulate": 2})])
+@pytest.mark.parametrize(
+    "scale, settings",
+    [(1.0, {"accumulate": 3, "max_grad_norm": 0.1}), pytest.param(4.0, {"accumulate": 2}, marks=pytest.mark.long)],
+)
 def test_hooks_come_ahead_of_sums_over_calls_clipping_and_decay_and_see_the_scaled_loss(
     scale: float, settings: dict[str, Any]
 ) -> None:
     batches, module = _batches(6), _clipped()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, weight_decay=0.25)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100, enabled=scale != 1.0)
-    session = TrainingSession(
-        export_training_step(module, F.cross_entropy, batches[0], optimizer, grad_scaler=scaler, **settings)
-    )
+    options = settings | {"grad_scaler": scaler, "evaluation": False}
+    session = TrainingSession(export_training_step(module, F.cross_entropy, batches[0], optimizer, **options))
     for x, y in batches:
         session.step(x, y)
     native, exact = (_trained(dtype, batches, scale, **settings) for dtype in (torch.float32, torch.float64))
     for name, got in session.state_dict().items():
         if name in exact:
             assert_gradients_close(got, native[name].detach(), exact[name].detach(), np.float32, terms=4.0)
-
-
-def test_a_step_without_an_optimizer_gives_what_hooks_return() -> None:
-    module = _clipped()
-    x, y = _batches(1)[0]
-    session = TrainingSession(export_training_step(module, F.cross_entropy, (x, y)))
-    session.step(x, y)
-    F.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
-    wide = Net().double()
-    F.cross_entropy(wide(x), y).backward()  # type: ignore[no-untyped-call]
-    for (name, parameter), (_, exact) in zip(module.named_parameters(), wide.named_parameters(), strict=True):
-        if parameter.grad is None or exact.grad is None:
-            assert not session.gradients[name].any()
-        else:
-            wanted = exact.grad.clamp(-0.02, 0.02)
-            assert_gradients_close(session.gradients[name], parameter.grad, wanted, np.float32, terms=4.0)
 
 
 def _counting() -> Callable[[Tensor], Tensor]:
@@ -285,6 +274,28 @@ def test_a_hook_that_a_function_of_the_step_calls_as_well_is_refused() -> None:
         export_training_step(module, F.mse_loss, _pairs(1)[0])
 
 
+def test_a_step_that_is_divided_has_hooks_with_the_gradients() -> None:
+    """Each process of several calls them, as PyTorch does before it averages; one may make a gradient a constant."""
+    module = nn.Linear(5, 4)
+    _register(module.weight, lambda gradient: gradient.clamp(-0.02, 0.02))
+    _register(module.bias, lambda gradient: torch.full_like(gradient, 0.5))
+    x, y = _pairs(1)[0]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    halves = splitting.split(export_training_step(module, F.mse_loss, (x, y), optimizer, evaluation=False), "test")
+    session = onnxruntime.InferenceSession(ir.to_proto(halves.gradients).SerializeToString())
+    feeds = {"input": x, "target": y, **dict(module.named_parameters())}
+    given = {one.name: feeds[one.name].detach().numpy() for one in session.get_inputs()}
+    weight, bias = session.run([halves.given["weight"], halves.given["bias"]], given)
+    F.mse_loss(module(x), y).backward()  # type: ignore[no-untyped-call]
+    wide = nn.Linear(5, 4).double()
+    wide.load_state_dict(module.state_dict())
+    F.mse_loss(wide(x.double()), y.double()).backward()  # type: ignore[no-untyped-call]
+    assert module.weight.grad is not None and wide.weight.grad is not None
+    exact = wide.weight.grad.clamp(-0.02, 0.02)
+    assert_gradients_close(weight, module.weight.grad, exact, np.float32, terms=4.0)
+    assert (bias == 0.5).all()
+
+
 def test_hooks_behind_the_sum_and_on_gradients_of_inputs_are_refused() -> None:
     module: Any = nn.Linear(5, 4)
     x, y = torch.randn(3, 5, requires_grad=True), torch.randn(3, 4)
@@ -421,7 +432,7 @@ def test_hooks_that_forward_registers_are_refused_with_both_places(register: Any
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("full", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_advice_for_hooks_of_modules_works(full: bool) -> None:
     def make(hooked: bool) -> nn.Sequential:
         torch.manual_seed(0)
@@ -454,9 +465,19 @@ def test_the_advice_for_hooks_of_modules_works(full: bool) -> None:
         assert_gradients_close(session.gradients[name], parameter.grad, wanted[name], np.float32, terms=4.0)
 
 
+def test_a_hook_of_a_node_of_autograd_is_refused() -> None:
+    def register(_: Any, hidden: Any) -> None:
+        hidden.grad_fn.register_hook(lambda inputs, outputs: tuple(one.clamp(-1e3, 1e3) for one in inputs))
+
+    match = (
+        r"registers a hook with grad_fn, in .*register \(test_gradient_hooks\.py:\d+\); expected register_hook of the"
+    )
+    with pytest.raises(ExportError, match=match):
+        export_training_step(Registering(register), F.mse_loss, _pairs(1)[0], evaluation=False)
+
+
 def test_a_hook_in_another_place_is_seen_where_it_changes_nothing_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Registering(_clipping)
-    export_training_step(module, F.mse_loss, _pairs(1)[0])
     monkeypatch.setattr(gradient_hooks, "put_in_place", lambda program: program)
     with pytest.raises(ExportError, match="changes other gradients in the exported step than in PyTorch; expected a"):
         export_training_step(module, F.mse_loss, _pairs(1)[0])

@@ -552,5 +552,13 @@ def current_place() -> str | None:
     return None
 
 
+def names_here() -> tuple[str, ...]:
+    """Return the names of attributes and globals that the user's function which runs looks up."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return () if frame is None else frame.f_code.co_names
+
+
 def _in(where: str | None) -> str:
     return "" if where is None else f", in {where}"

@@ -243,6 +243,7 @@ class Running:
 
 
 _REGISTER_HOOK: Any = Tensor.register_hook
+_GRAD_FN: Any = Tensor.grad_fn
 
 
 class InForward(TorchFunctionMode):
@@ -265,6 +266,11 @@ class InForward(TorchFunctionMode):
         return tuple(one for one in self._registered if one in self._running.changing)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _GRAD_FN.__get__ and {"register_hook", "register_prehook"} & {*explaining.names_here()}:
+            raise refusal(
+                f"the step registers a hook with grad_fn, in {explaining.current_place()}; expected register_hook of "
+                "the tensor itself"
+            )
         if func is not _REGISTER_HOOK or len(args) != 2:
             return func(*args, **(kwargs or {}))
         tensor, function = args
