@@ -182,13 +182,13 @@ class Running:
         spoils: whether hooks get copies, and the gradients themselves are NaN from then on if a hook writes into them.
 
     Attributes:
-        written: whether one has written into the gradient that it was given.
+        writing: those that have written into the gradient that they were given.
         changing: of which kinds those are that have changed a gradient.
         in_backward: whether the loss is known, and its backward pass may begin.
     """
 
     def __init__(self, calls: Calls, share: int, spoils: bool) -> None:
-        self.written = False
+        self.writing: list[Hook] = []
         self.changing: set[Kind] = set()
         self.in_backward = False
         self._calls, self._share, self._spoils = calls, share, spoils
@@ -234,7 +234,7 @@ class Running:
                 f"{hook} is called several times in one backward pass, as a torch.autograd.Function has one of its own "
                 "within; expected hooks that PyTorch calls once, with the whole gradient"
             )
-        self.written |= changed
+        self.writing += [hook] if changed else []
         self.changing.add(hook.kind)
         if self._spoils and changed and gradient.layout == torch.strided:
             gradient.fill_(torch.nan)

@@ -325,10 +325,12 @@ def change_gradients(graph: ir.Graph, count: int, probe: Callable[[int], float] 
     for node in [node for node in graph if _is(node, _GRADIENT_OF)]:
         _replace(graph, node, known[_number(node)])
     for node in [node for node in graph if _is(node, _PASSED_ON)]:
-        number, given = _number(node), node.inputs[0]
-        result = results[number].inputs[0] if number in results else given
-        assert result is not None and given is not None
-        _replace(graph, node, result if probe is None else _times(graph, given, probe(number)))
+        number, value = _number(node), node.inputs[0]
+        # Its handle may have removed a hook.
+        if number in results:
+            value = results[number].inputs[0] if probe is None else _times(graph, value, probe(number))
+        assert value is not None
+        _replace(graph, node, value)
     for number, node in results.items():
         result = node.inputs[0]
         assert result is not None
@@ -353,8 +355,8 @@ def _replace(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
     graph.remove(node, safe=True)
 
 
-def _times(graph: ir.Graph, value: ir.Value, number: float) -> ir.Value:
-    assert value.dtype is not None
+def _times(graph: ir.Graph, value: ir.Value | None, number: float) -> ir.Value:
+    assert value is not None and value.dtype is not None
     factor = ir.tensor(np.array(number, dtype=value.dtype.numpy()), dtype=value.dtype)
     constant = ir.node("Constant", [], attributes={"value": factor})
     product = ir.node("Mul", [value, constant.outputs[0]])

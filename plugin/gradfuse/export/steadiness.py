@@ -84,7 +84,7 @@ def first_run(step: TorchStep, state: PythonState, *, frozen_inputs: bool = Fals
             first = step.run(held=held)
             state.mark()
             draws = host_draws.states() != before
-        if first.hooks_write:
+        if first.writing_hooks:
             _require_separate_gradients(step, first)
         live = step.with_frozen_inputs(first.changed) if frozen_inputs else step
         refuse_shared(live, first)
@@ -151,10 +151,9 @@ def _require_separate_gradients(step: TorchStep, first: Outcome) -> None:
     with _same_process():
         spoilt = step.run(spoils=True)
     if _differ(step, _outputs(first), _outputs(spoilt)):
-        hooks = few(map(str, (one for hooks in step.hooks.values() for one in hooks)))
         raise refusal(
-            f"a hook writes into a gradient that has the memory of another gradient ({hooks}); expected hooks that "
-            "return a new tensor, as gradient.clamp in the place of gradient.clamp_"
+            f"a hook writes into a gradient that has the memory of another gradient: {few(first.writing_hooks)}; "
+            "expected hooks that return a new tensor, as gradient.clamp in the place of gradient.clamp_"
         )
 
 

@@ -84,7 +84,7 @@ class Outcome:
         input_gradients: the gradients of the tensors of the batch that the step is asked for.
         differentiates: whether module or loss take derivatives themselves.
         hooks: those that the code has registered with what it computes and that change gradients, in order.
-        hooks_write: whether a hook on a gradient has written into it.
+        writing_hooks: the hooks that have written into the gradient that they were given, as texts.
         read_by_hooks: what hooks read that may have the memory of the step's own tensors, in whose places copies are.
     """
 
@@ -98,7 +98,7 @@ class Outcome:
     input_gradients: dict[str, Tensor]
     differentiates: bool = False
     hooks: tuple[gradient_hooks.Kind, ...] = ()
-    hooks_write: bool = False
+    writing_hooks: tuple[str, ...] = ()
     read_by_hooks: tuple[tuple[Tensor, Hook], ...] = ()
 
     def without_values(self) -> Outcome:
@@ -566,7 +566,7 @@ class TorchStep:
             outputs={name: tensor.detach() for name, tensor in outputs.items()},
             input_gradients={name: gradients[name] for name in wanted},
             differentiates=bool(taken_inside),
-            hooks_write=running.written,
+            writing_hooks=tuple(map(str, running.writing)),
             hooks=hooks.registered,
             read_by_hooks=tuple(calls.aliases),
         )
