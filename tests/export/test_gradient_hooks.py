@@ -233,6 +233,27 @@ def test_a_hook_may_write_into_its_gradient_unless_another_one_has_its_memory() 
     export_training_step(module, F.mse_loss, batch)
 
 
+def test_hooks_on_parameters_of_a_step_with_a_gradient_penalty() -> None:
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            output = self.second(torch.tanh(self.first(x)))
+            (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            return output + gradient.pow(2).mean()  # type: ignore[no-any-return]
+
+    def make() -> nn.Module:
+        module = Penalised()
+        _register(module.first.weight, lambda gradient: gradient.clamp(-0.01, 0.01))
+        return module
+
+    trains_like_torch(make, F.mse_loss, _pairs(3), evaluation=False)
+
+
 def test_a_hook_on_what_the_step_differentiates_by_is_refused() -> None:
     class Penalty(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

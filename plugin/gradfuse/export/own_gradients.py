@@ -316,8 +316,11 @@ def change_gradients(graph: ir.Graph, count: int, probe: Callable[[int], float] 
     hooked = [node for node in graph if _is(node, _HOOKED)]
     if not results and not hooked:
         return
-    instead = {node.outputs[0] for node in results.values()}
-    graph.outputs[:] = [value for value in graph.outputs if value not in instead]
+    # A step that takes derivatives itself marks that no gradient goes through them.
+    marks = [mark for node in results.values() for mark in node.outputs[0].consumers()]
+    taken = {node.outputs[0] for node in (*results.values(), *marks)}
+    graph.outputs[:] = [value for value in graph.outputs if value not in taken]
+    graph.remove(marks, safe=True)
     first = len(graph.outputs) - count
     known = dict(enumerate(graph.outputs[first:]))
     # The loss may not depend on one of them.
