@@ -226,7 +226,7 @@ def test_a_hook_may_write_into_its_gradient_unless_another_one_has_its_memory() 
     module = Sum()
     batch = torch.randn(4), torch.randn(4)
     handle = _register(module.first, lambda gradient: gradient.clamp_(-1e3, 1e3))
-    with pytest.raises(ExportError, match=r"writes into a gradient that has the memory of another gradient: .*clamp in"):
+    with pytest.raises(ExportError, match=r"writes into a gradient that has the memory of another gradient: .*clamp"):
         export_training_step(module, F.mse_loss, batch)
     handle.remove()
     _register(module.first, lambda gradient: gradient.clamp(-1e3, 1e3))

@@ -301,7 +301,7 @@ class _Traced(nn.Module):
             packed = contextlib.nullcontext() if native.differentiates else padded()
             registered = gradient_hooks.Registered(native.hooks, len(used) + len(step.differentiated))
             with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), answered, packed:
-                with registered:
+                with registered if native.hooks else contextlib.nullcontext():
                     results = step.apply(
                         state, list(map(Tensor.clone, inputs)), list(map(Tensor.clone, targets)), watch
                     )
