@@ -91,14 +91,26 @@ def like_in_python(tensor: Tensor, original: Tensor) -> None:
         tensor._is_param = True
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Tell whether a hook of the user changes or observes the gradient of a parameter."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Any]]:
+    """Return what `register_hook` has registered with a tensor, in the order in which PyTorch calls it."""
+    return list((tensor._backward_hooks or {}).values())
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Tell whether a hook of the user changes or observes the gradients of a module."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+def post_accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], Any]]:
+    """Return what `register_post_accumulate_grad_hook` has registered with a parameter."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return list((hooks or {}).values())
+
+
+def backward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks on the backward pass of a module."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+
+
+def backward_hooks_of_all() -> list[Callable[..., Any]]:
+    """Return the hooks on the backward passes of all modules, as of `register_module_full_backward_hook`."""
+    every = nn.modules.module
+    return [*every._global_backward_pre_hooks.values(), *every._global_backward_hooks.values()]
 
 
 @contextlib.contextmanager
@@ -138,9 +150,13 @@ def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
     return step is not None and step is not type(optimizer).step
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a hook of the user runs before or after each step of an optimizer."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Return what runs before or after each step of an optimizer, for it alone or for all."""
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    before = (_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
+    after = (optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
+    return [hook for hooks in (*before, *after) for hook in hooks.values()]
 
 
 @contextlib.contextmanager

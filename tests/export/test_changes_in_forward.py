@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from like_torch import trains_like_torch
 from torch import Tensor, nn
 
 import gradfuse
@@ -87,6 +88,36 @@ def test_a_frozen_parameter_that_gets_the_memory_of_a_trained_one_is_refused() -
         export_training_step(Following(share), F.mse_loss, _batch())
 
 
+class Queue(nn.Module):
+    """Keeps keys in a buffer, with a pointer to the oldest of them in another one, as momentum contrast does."""
+
+    def __init__(self, number: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries, self.keys = nn.Linear(5, 4), nn.Linear(5, 4).requires_grad_(False)
+        self.queue: Tensor
+        self.pointer: Tensor
+        self.register_buffer("queue", torch.randn(4, 9))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+        self._number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            keys = self.keys(x)
+        scores = self.queries(x) @ torch.cat([keys.T, self.queue.clone()], 1)
+        pointer = self._number(self.pointer)
+        self.queue[:, pointer : pointer + len(x)] = keys.T
+        self.pointer[0] = (pointer + len(x)) % 9
+        return scores  # type: ignore[no-any-return]
+
+
+def test_a_pointer_into_a_queue_is_a_number_by_item_and_not_by_int() -> None:
+    batches = [(torch.randn(3, 5), torch.tensor([0, 1, 2])) for _ in range(4)]
+    with pytest.raises(ExportError, match=r"numbers that it takes out of tensors .* or x\.item\(\), which may be comp"):
+        export_training_step(Queue(lambda pointer: int(pointer)), F.cross_entropy, batches[0])
+    trains_like_torch(lambda: Queue(Tensor.item), F.cross_entropy, batches, evaluation=False)
+
+
 class Written(nn.Module):
     """Two layers, and what a function does first and what another one does between them."""
 
@@ -115,13 +146,6 @@ def test_a_part_that_is_frozen_in_forward_stays_as_it_is() -> None:
     before = module.first.weight.detach().clone()
     session = _trains_as_pytorch(module)
     assert torch.equal(torch.as_tensor(session.state_dict()["first.weight"]), before)
-
-
-def test_a_hook_that_changes_a_gradient_is_refused_with_its_line_even_where_it_changes_nothing_yet() -> None:
-    module = Written(_nothing, lambda _, hidden: hidden.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3)))
-    match = r"changes a gradient by register_hook, in .*<lambda> \(test_changes_in_forward\.py:\d+\); expected none"
-    with pytest.raises(ExportError, match=match):
-        export_training_step(module, F.mse_loss, _batch())
 
 
 class Divided(nn.Linear):
@@ -163,7 +187,7 @@ def test_the_advice_to_scale_a_gradient_works() -> None:
 def test_a_hook_on_the_backward_pass_of_a_part_is_refused_by_name(register: str) -> None:
     module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 4))
     getattr(module[1], register)(_nothing)
-    with pytest.raises(ExportError, match=r"the part '1' \(Linear\) has a hook on its backward pass; expected none"):
+    with pytest.raises(ExportError, match=r"the part '1' \(Linear\) has the hook _nothing \(.*\) on its backward pass"):
         export_training_step(module, F.mse_loss, _batch())
 
 

@@ -139,6 +139,13 @@ class Scaled(nn.Module):
         return self.dropout(self.norm(self.layer(x))) * factors  # type: ignore[no-any-return]
 
 
+def test_a_buffer_that_nothing_reads_may_have_the_name_of_what_a_dropout_computes() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(), nn.Linear(3, 2))
+    module.register_buffer("count", torch.ones(()))
+    step = export_training_step(module, F.mse_loss, (torch.randn(2, 3), torch.randn(2, 2)))
+    assert "count" in step.constants
+
+
 def test_the_seed_is_found_beside_constants_of_the_forward_pass() -> None:
     torch.manual_seed(0)
     module = Scaled()

@@ -769,14 +769,6 @@ def test_views_of_one_tensor_are_a_batch() -> None:
     assert step.evaluation_model is not None
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_gradient_is_refused(register: str) -> None:
-    module = Mlp()
-    getattr(module.first.bias, register)(lambda tensor: None)
-    with pytest.raises(ExportError, match=r"parameter 'first\.bias' has a hook on its gradient; expected none"):
-        export_training_step(module, F.cross_entropy, (torch.randn(4, 6), classes(4)))
-
-
 def test_a_step_that_changes_a_parameter_is_refused() -> None:
     class Clamping(Mlp):
         def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from like_torch import trains_like_torch
+from like_torch import assert_like_torch, trains_like_torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, unpack_sequence
 
@@ -60,6 +60,15 @@ def test_layers_train_as_in_pytorch(settings: dict[str, Any]) -> None:
     # In the second the sequences are shorter than their padding.
     batches = [batch(one, steps) for one, steps in zip(lengths, (7, 9, 4), strict=True)]
     trains_like_torch(lambda: made(Classifier(**settings)), F.cross_entropy, batches, dynamic_shapes=DYNAMIC)
+
+
+def test_a_step_takes_lengths_in_any_order_also_where_pytorch_asks_for_sorted_ones() -> None:
+    module, steps = Classifier(nn.GRU, both=False, is_sorted=True), 7
+    step = export_training_step(made(module), F.cross_entropy, batch([7, 5, 3, 1], steps), fuse=False)
+    with pytest.raises(RuntimeError, match="must be sorted in decreasing order"):
+        module(*batch([3, 7, 5, 1], steps)[0])
+    module.is_sorted = False
+    assert_like_torch(step, module, F.cross_entropy, batch([3, 7, 5, 1], steps))
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -597,22 +598,41 @@ def test_version() -> None:
         assert private.version(tensor) > before
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_has_gradient_hooks(register: str) -> None:
-    with needed("Tensor._backward_hooks or _post_accumulate_grad_hooks", "refuse hooks that it would ignore"):
-        parameter = nn.Parameter(torch.zeros(2))
-        assert not private.has_gradient_hooks(parameter)
-        getattr(parameter, register)(lambda tensor: None)
-        assert private.has_gradient_hooks(parameter)
+def test_gradient_hooks() -> None:
+    with needed("Tensor._backward_hooks", "export hooks that it would ignore"):
+        parameter: Any = nn.Parameter(torch.zeros(2))
+        assert private.gradient_hooks(parameter) == []
+        handle = parameter.register_hook(torch.neg)
+        parameter.register_hook(torch.abs)
+        parameter.register_hook(torch.exp)
+        handle.remove()
+        assert private.gradient_hooks(parameter) == [torch.abs, torch.exp]
+
+
+def test_post_accumulate_hooks() -> None:
+    with needed("Tensor._post_accumulate_grad_hooks", "refuse hooks that it would ignore"):
+        parameter: Any = nn.Parameter(torch.zeros(2))
+        assert private.post_accumulate_hooks(parameter) == []
+        parameter.register_post_accumulate_grad_hook(torch.sin)
+        assert private.post_accumulate_hooks(parameter) == [torch.sin]
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_has_backward_hooks(register: str) -> None:
+def test_backward_hooks(register: str) -> None:
     with needed("Module._backward_hooks or _backward_pre_hooks", "refuse hooks that it would ignore"):
         module = nn.Linear(2, 2)
-        assert not private.has_backward_hooks(module)
-        getattr(module, register)(lambda *_: None)
-        assert private.has_backward_hooks(module)
+        assert private.backward_hooks(module) == []
+        getattr(module, register)(max)
+        assert private.backward_hooks(module) == [max]
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_all(register: str) -> None:
+    with needed("the global hooks of modules", "refuse hooks that it would ignore"):
+        assert private.backward_hooks_of_all() == []
+        handle = getattr(nn.modules.module, register.replace("register_", "register_module_"))(min)
+        assert private.backward_hooks_of_all() == [min]
+        handle.remove()
 
 
 def test_has_step_of_its_own() -> None:
@@ -626,12 +646,15 @@ def test_has_step_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
-def test_has_step_hooks(register: str) -> None:
+def test_step_hooks(register: str) -> None:
     with needed("Optimizer._optimizer_step_pre_hooks or _post_hooks", "refuse hooks that it would ignore"):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
-        assert not private.has_step_hooks(optimizer)
-        getattr(optimizer, register)(lambda *_: None)
-        assert private.has_step_hooks(optimizer)
+        assert private.step_hooks(optimizer) == []
+        getattr(optimizer, register)(max)
+        of_all = importlib.import_module("torch.optim.optimizer")
+        handle = getattr(of_all, register.replace("register_", "register_optimizer_"))(min)
+        assert {*private.step_hooks(optimizer)} == {max, min}
+        handle.remove()
 
 
 def test_graph_leaves() -> None:

@@ -26,7 +26,7 @@ def test_the_examples_run_one_after_the_other(tmp_path: Path, monkeypatch: pytes
     step.save("step.onnx")
     names = {"module": module, "loss": loss, "batches": data, "batch": data[0], "optimizer": optimizer}
     names |= {"schedule": lambda epoch: 0.1 / (1 + epoch)}
-    assert len(EXAMPLES) == 10
+    assert len(EXAMPLES) == 11
     with warnings.catch_warnings():
         # A scaler for CUDA is not enabled where there is none.
         warnings.filterwarnings("ignore", "torch.*GradScaler is enabled, but CUDA is not available")

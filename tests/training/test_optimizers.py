@@ -452,7 +452,7 @@ def test_frozen_parameters_of_an_optimizer_are_left_alone(kind: Callable[..., to
             {"float64": False, "fuse": True},
             "float64 is False; expected fuse=False with it",
         ),
-        (hooked, {}, "optimizer has a hook on its step; expected none"),
+        (hooked, {}, "optimizer has the hook hooked.<locals>.<lambda> (test_optimizers.py:"),
         (replaced, {}, "optimizer.step is replaced in the object; expected the step of its class"),
         (of_no_use, {}, "the loss depends on no parameter of the optimizer; expected at least one"),
         (lambda m: thawed(ADAM, m), {}, "has updated 'last.weight' 0 times and 'first.weight' 1 times; expected one"),

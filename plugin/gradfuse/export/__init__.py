@@ -262,6 +262,7 @@ def _exported(
     from gradfuse.export.reporting import WHO
     from gradfuse.export.torch_step import TRIED_SEED, FrozenChangedError, undisturbed
     from gradfuse.models.scatters import replace_scatter_nd
+    from gradfuse.models.tensors import copy_model
     from gradfuse.training import index_checks
     from gradfuse.training.names import finished
     from gradfuse.training.optimizers import LOSS_SCALE
@@ -310,6 +311,7 @@ def _exported(
         if returned:
             translated, module = watching.divided(translated, returned)
             shared = module, names
+        with_probes = copy_model(translated) if native.hooks else None
         translated = onnx_model.completed(translated, step, order, free, len(native.gradients), fuse=fuse)
         onnx_model.arrange_step(translated, step, native, shapes)
         parts.begin("running the step in float64")
@@ -317,6 +319,8 @@ def _exported(
             verifying.truth_of(step, native, seed, own if seed == TRIED_SEED else None, in_float64=in_float64)
             for seed in branches.seeds_of(step, taken)
         ]
+        if with_probes is not None:
+            verifying.compare_hooks(with_probes, step, native, order, free, shapes)
         parts.begin("exporting the evaluation model")
         evaluating = None
         if wants_evaluation:

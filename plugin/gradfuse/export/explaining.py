@@ -6,6 +6,7 @@ Torch's messages are for its own developers: log settings, graphs, frames of its
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import linecache
@@ -14,7 +15,7 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,6 +139,25 @@ def text_of(code: CodeType, line: int) -> str:
     # Python 3.10 has none.
     name = getattr(code, "co_qualname", code.co_name)
     return f"{name} ({os.path.basename(code.co_filename)}:{line})"
+
+
+def of_callable(function: Any) -> str:
+    """Return how something that can be called is written in messages: with its place, if it is made of code."""
+    code = code_of(function)
+    if isinstance(code, CodeType) and is_users(code.co_filename):
+        return text_of(code, code.co_firstlineno)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def code_of(function: Any) -> Any:
+    """Return the code that something that can be called is made of; if there is none, what is called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, (MethodType, BuiltinFunctionType)) and not hasattr(
+        inspect.unwrap(function), "__code__"
+    ):
+        function = type(function).__call__
+    return getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", function)
 
 
 def is_asked_by_code(condition: private.SizeCondition) -> bool:
@@ -530,6 +550,14 @@ def current_place() -> str | None:
             return None
         frame = frame.f_back
     return None
+
+
+def names_here() -> tuple[str, ...]:
+    """Return the names of attributes and globals that the user's function which runs looks up."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return () if frame is None else frame.f_code.co_names
 
 
 def _in(where: str | None) -> str:

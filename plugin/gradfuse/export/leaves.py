@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse import _torch_private as private
-from gradfuse.export import explaining
 from gradfuse.export.reporting import refusal
 from gradfuse.models.arrays import to_numpy
 
@@ -148,40 +147,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     flags = kwargs.get("training"), kwargs.get("use_input_stats"), *args[_FROM_BATCH : _FROM_BATCH + 1]
     given = (*args[_STATISTICS[func] :][:2], kwargs.get("running_mean"), kwargs.get("running_var"))
     return [one for one in given if isinstance(one, Tensor)] if any(flag is True for flag in flags) else []
-
-
-_REGISTER_HOOK: Any = Tensor.register_hook
-
-
-class HooksOnGradients(TorchFunctionMode):
-    """Notes where the user's code registers hooks that change gradients. What only looks at them does not matter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._places: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _REGISTER_HOOK and len(args) == 2:
-            tensor, hook = args
-            place = explaining.current_place()
-
-            def watched(gradient: Tensor) -> Any:
-                changed = hook(gradient)
-                if changed is not None:
-                    self._places.append("" if place is None else f", in {place}")
-                return changed
-
-            return func(tensor, watched, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def refuse(self) -> None:
-        """Refuse a step in whose backward pass a hook has changed a gradient."""
-        if self._places:
-            raise refusal(
-                f"the step changes a gradient by register_hook{self._places[0]}; expected none, as no hook is traced: "
-                "scale a gradient by x * s + (x * (1 - s)).detach(), or give a torch.autograd.Function a backward pass "
-                "that changes it"
-            )
 
 
 def _address(tensor: Tensor) -> int:

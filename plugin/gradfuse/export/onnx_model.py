@@ -166,6 +166,7 @@ def completed(
     trained: int = 0,
     *,
     fuse: bool = False,
+    probe: Callable[[int], float] | None = None,
 ) -> ir.Model:
     """Return a translated model with gradients and without placeholder operators, simplified.
 
@@ -177,12 +178,18 @@ def completed(
         trained: by how many of the first inputs gradients of the first result are taken, as further outputs; those by
             the batch's `step.differentiated` follow.
         fuse: whether operators of gradfuse may stand in it.
+        probe: as for `own_gradients.change_gradients`.
 
     Raises:
         ExportError: an operator has no gradient rule.
     """
+    constants = {name for name in order if name not in free}
+    for value in every_value(model.graph) if constants else ():
+        if value.name in constants:
+            # Of the translation's own, which may become an initializer.
+            value.name = f"{value.name}_inner"
     for name, value in zip(order, list(model.graph.inputs), strict=False):
-        if name not in free:
+        if name in constants:
             model.graph.inputs.remove(value)
             value.name = name
             value.const_value = ir.tensor(to_numpy(step.state[name]), name=name)
@@ -197,6 +204,7 @@ def completed(
             model = gradients.append(model, wrt, fuse=fuse, sizes=sizes)
         except ModelError as error:
             raise refusal(one_line(error)) from error
+        own_gradients.change_gradients(model.graph, len(wrt), probe)
     elif fuse:
         simplify(model)
         fuse_attention(model.graph, free_prefix(model.graph, "attention/"), model.opset_imports[""], (), sizes)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gradfuse import _torch_private as private
-from gradfuse.export import traced_optimizer
+from gradfuse.export import explaining, traced_optimizer
 from gradfuse.export.reporting import refusal
 from gradfuse.models.arrays import to_numpy
 from gradfuse.optimizers import Average, GradScaler, averaging, loss_scaling
@@ -107,8 +107,12 @@ def _described(optimizer: Any, names: Mapping[int, str], float64: bool, run_time
     algorithm = _ALGORITHMS.get(type(optimizer))
     if private.has_step_of_its_own(optimizer):
         raise refusal("optimizer.step is replaced in the object; expected the step of its class, or a subclass")
-    if private.has_step_hooks(optimizer):
-        raise refusal("optimizer has a hook on its step; expected none")
+    for hook in private.step_hooks(optimizer):
+        raise refusal(
+            f"optimizer has the hook {explaining.of_callable(hook)} on its step; expected none: take it away by "
+            "remove() of its handle. To change a gradient before the update, use register_hook of its parameter, or "
+            "max_grad_norm"
+        )
     groups: list[ParameterGroup] = []
     eight_bit: dict[str, tuple[int, ...]] = {}
     shown = type(optimizer).__name__ if algorithm is None else algorithm

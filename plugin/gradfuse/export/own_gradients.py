@@ -6,7 +6,15 @@ outputs that are not known yet:
     y_k' = own_output(y_k, c_k, x_1', ...)    c_k = cotangent(y_k)    x_i' = own_input(x_i, backward(ctx, c_1, ...)[i])
 
 Once gradients are written, that of x_i is what the backward pass gives, whatever that of x_i' is, and the gradient of
-y_k' takes the place of c_k. This module imports torch.
+y_k' takes the place of c_k.
+
+Likewise hooks on gradients are traced for gradients that are not known yet:
+
+    c = gradient_of(x, number)    hooked_gradient(hook(c), x, number)
+
+The latter is an output of the program until gradients are written. That of a parameter then takes the place of c, and
+is what the hook gives. Where code registers a hook with a tensor y that it computes, hooked(y, number) takes the place
+of y: the gradient of this takes the place of c, and y gets what the hook gives. This module imports torch.
 """
 
 from __future__ import annotations
@@ -31,14 +39,20 @@ from gradfuse.export.reporting import refusal
 from gradfuse.export.translation import LOCAL_DOMAIN
 
 _COTANGENT, _INPUT, _OUTPUT = "Cotangent", "OwnInput", "OwnOutput"
+_HOOKED, _GRADIENT_OF, _HOOKED_GRADIENT, _PASSED_ON = "Hooked", "GradientOf", "HookedGradient", "PassedOn"
+_NUMBERED = (_COTANGENT, _HOOKED, _GRADIENT_OF, _HOOKED_GRADIENT)
+_NUMBER = "number"
 _KNOWN = "gradfuse.known_gradient"
-"""In the `meta` of an `OwnOutput`: the gradient of its result."""
+"""In the `meta` of an `OwnOutput` or `Hooked`: the gradient of its result."""
 
 _library: Any = torch.library.Library("gradfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema in (
     "cotangent(Tensor output, int number) -> Tensor",
     "own_input(Tensor input, Tensor gradient) -> Tensor",
     "own_output(Tensor output, Tensor cotangent, Tensor[] inputs) -> Tensor",
+    "hooked(Tensor input, int number) -> Tensor",
+    "gradient_of(Tensor input, int number) -> Tensor",
+    "hooked_gradient(Tensor gradient, Tensor input, int number) -> Tensor",
 ):
     _library.define(_schema)
     _name = f"gradfuse::{_schema.partition('(')[0]}"
@@ -98,6 +112,30 @@ class _Unrecorded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Let what is traced be no part of what the loss is differentiated through."""
+    with _Unrecorded(), torch.no_grad():
+        yield
+
+
+HOOKED = torch.ops.gradfuse.hooked.default
+"""Takes the place of a tensor with a hook: the tensor and the number of the hook."""
+
+
+def changed_gradient(tensor: Tensor, number: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what hooks make of the gradient of a tensor, as an output of the program for `change_gradients`.
+
+    Args:
+        tensor: a parameter, or what `HOOKED` gives.
+        number: of a parameter, which of the gradients is its own, counted from 0; larger ones for others.
+        change: what the hooks do.
+    """
+    own = torch.ops.gradfuse
+    changed: Tensor = own.hooked_gradient(change(own.gradient_of(tensor, number)), tensor, number)
+    return changed
+
+
 class _Context:
     """What the forward pass of a function hands to its backward pass."""
 
@@ -135,7 +173,7 @@ def _applied(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     enabled = torch.is_grad_enabled()
     needs = tuple(enabled and isinstance(one, Tensor) and one.requires_grad for one in args)
     context = _Context(needs)
-    with _Unrecorded(), torch.no_grad():
+    with apart():
         if private.has_setup_context(function):
             outputs = function.forward(*args, **kwargs)
             function.setup_context(context, args, outputs)
@@ -203,7 +241,7 @@ def _takes_gradients(function: Any) -> bool:
 
 def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
     """Return a gradient as PyTorch takes it: summed to the shape of the tensor, and in its type."""
-    with _Unrecorded(), torch.no_grad():
+    with apart():
         shape: Any = tensor.shape
         return (gradient if gradient.shape == tensor.shape else gradient.sum_to_size(shape)).to(tensor.dtype)
 
@@ -214,8 +252,8 @@ def translations() -> dict[Any, Callable[..., Any]]:
     def node_of(name: str) -> Callable[..., Any]:
         def translate(first: Any, *others: Any) -> Any:
             inputs = [value for one in others for value in (one if isinstance(one, Sequence) else [one])]
-            # A number is there only so that a cotangent is one of a kind.
-            attributes = {"number": inputs.pop()} if name == _COTANGENT else {}
+            # That of a cotangent is there only so that it is one of a kind.
+            attributes = {_NUMBER: inputs.pop()} if name in _NUMBERED else {}
             results = private.results_of_translation(1)
             node = ir.node(name, [first, *inputs], attributes=attributes, domain=LOCAL_DOMAIN, outputs=results)
             private.record_node(node)
@@ -228,10 +266,25 @@ def translations() -> dict[Any, Callable[..., Any]]:
         own.cotangent.default: node_of(_COTANGENT),
         own.own_input.default: node_of(_INPUT),
         own.own_output.default: node_of(_OUTPUT),
+        HOOKED: node_of(_HOOKED),
+        own.gradient_of.default: node_of(_GRADIENT_OF),
+        own.hooked_gradient.default: node_of(_HOOKED_GRADIENT),
     }
 
 
 no_gradient(_COTANGENT, domain=LOCAL_DOMAIN)
+no_gradient(_GRADIENT_OF, domain=LOCAL_DOMAIN)
+no_gradient(_HOOKED_GRADIENT, domain=LOCAL_DOMAIN)
+
+
+@gradient(_HOOKED, domain=LOCAL_DOMAIN)
+def _of_hooked(call: Call) -> Iterator[Gradient]:
+    (dy,) = call.dy
+    assert dy is not None
+    call.node.meta[_KNOWN] = dy.value
+    passed = call.tape.op(_PASSED_ON, dy, domain=LOCAL_DOMAIN, **{_NUMBER: call.attribute(_NUMBER)})
+    passed.value.shape = call.node.outputs[0].shape
+    yield passed
 
 
 @gradient(_INPUT, domain=LOCAL_DOMAIN, fixed=(1,))
@@ -249,6 +302,71 @@ def _of_output(call: Call) -> Iterator[Gradient]:
     for one in call.x[2:]:
         # What it is does not matter: see `_of_input`.
         yield None if one is None else one.zeros()
+
+
+def change_gradients(graph: ir.Graph, count: int, probe: Callable[[int], float] | None = None) -> None:
+    """Put what hooks give into the places of gradients, and take what stands for that out of the outputs.
+
+    Args:
+        graph: has gradients as its last outputs.
+        count: how many these are.
+        probe: where code has registered hooks with what it computes, they multiply by these numbers instead.
+    """
+    results = {_number(node): node for node in graph if _is(node, _HOOKED_GRADIENT)}
+    hooked = [node for node in graph if _is(node, _HOOKED)]
+    if not results and not hooked:
+        return
+    # A step that takes derivatives itself marks that no gradient goes through them.
+    marks = [mark for node in results.values() for mark in node.outputs[0].consumers()]
+    taken = {node.outputs[0] for node in (*results.values(), *marks)}
+    graph.outputs[:] = [value for value in graph.outputs if value not in taken]
+    graph.remove(marks, safe=True)
+    first = len(graph.outputs) - count
+    known = dict(enumerate(graph.outputs[first:]))
+    # The loss may not depend on one of them.
+    known |= {_number(node): node.meta.get(_KNOWN) or _zeros_like(graph, node.outputs[0]) for node in hooked}
+    for node in [node for node in graph if _is(node, _GRADIENT_OF)]:
+        _replace(graph, node, known[_number(node)])
+    for node in [node for node in graph if _is(node, _PASSED_ON)]:
+        number, value = _number(node), node.inputs[0]
+        # Its handle may have removed a hook.
+        if number in results:
+            value = results[number].inputs[0] if probe is None else _times(graph, value, probe(number))
+        assert value is not None
+        _replace(graph, node, value)
+    for number, node in results.items():
+        result = node.inputs[0]
+        assert result is not None
+        if number < count:
+            graph.outputs[first + number] = result
+        graph.remove(node, safe=True)
+    graph.sort()
+
+
+def _is(node: ir.Node, op_type: str) -> bool:
+    return (node.domain, node.op_type) == (LOCAL_DOMAIN, op_type)
+
+
+def _number(node: ir.Node) -> int:
+    number = node.attributes.get_int(_NUMBER)
+    assert number is not None
+    return number
+
+
+def _replace(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
+    ir.convenience.replace_all_uses_with(node.outputs[0], value, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def _times(graph: ir.Graph, value: ir.Value | None, number: float) -> ir.Value:
+    assert value is not None and value.dtype is not None
+    factor = ir.tensor(np.array(number, dtype=value.dtype.numpy()), dtype=value.dtype)
+    constant = ir.node("Constant", [], attributes={"value": factor})
+    product = ir.node("Mul", [value, constant.outputs[0]])
+    constant.outputs[0].type = product.outputs[0].type = value.type
+    product.outputs[0].shape = value.shape
+    graph.extend([constant, product])
+    return product.outputs[0]
 
 
 def _zeros_like(graph: ir.Graph, value: ir.Value) -> ir.Value:
@@ -272,7 +390,7 @@ def resolve(model: ir.Model) -> None:
             assert cotangent is not None
             ir.convenience.replace_all_uses_with(cotangent, known)
     for node in nodes:
-        if node.op_type in (_INPUT, _OUTPUT, _COTANGENT):
+        if node.op_type in (_INPUT, _OUTPUT, _COTANGENT, _HOOKED):
             value = node.inputs[0]
             assert value is not None
             if node.op_type == _COTANGENT and node.outputs[0].uses():

@@ -150,7 +150,8 @@ class PythonState:
     def of(cls, step: TorchStep) -> PythonState:
         """Return what the code of a step can reach."""
         name = getattr(step.loss, "__name__", type(step.loss).__name__)
-        return cls({type(step.module).__name__: step.module, name: step.loss})
+        hooks = {str(one): one.function for hooks in step.hooks.values() for one in hooks}
+        return cls({type(step.module).__name__: step.module, name: step.loss, **hooks})
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:

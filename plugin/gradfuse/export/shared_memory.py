@@ -73,6 +73,8 @@ class Aliases(TorchFunctionMode):
         Raises:
             ExportError: it does.
         """
+        for tensor, hook in native.read_by_hooks:
+            self._note(tensor, str(hook))
         for name in (*step.trainable, *native.changed, *step.frozen_inputs):
             if name in self._found:
                 raise refusal(
@@ -86,17 +88,18 @@ class Aliases(TorchFunctionMode):
         if name not in ABOUT and (name != "__get__" or isinstance(result, Tensor)):
             for one in private.tensors_in((args, kwargs)):
                 if isinstance(one, Tensor) and _has_memory(one):
-                    self._note(one)
+                    self._note(one, None)
         return result
 
-    def _note(self, tensor: Tensor) -> None:
+    def _note(self, tensor: Tensor, reader: str | None) -> None:
+        """Note whose memory a tensor has, and what reads it; None: the code that runs."""
         start, end = _span(tensor)
         place = bisect.bisect_left(self._starts, end) - 1
         while place >= 0 and self._reached[place] > start:
             _, until, name = self._spans[place]
             place -= 1
             if until > start and name not in self._found and _overlap(tensor, self._tensors[name]):
-                where = explaining.current_place()
+                where = reader or explaining.current_place()
                 if where is not None:
                     self._found[name] = where
 

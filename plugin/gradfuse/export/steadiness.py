@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse import _torch_private as private
-from gradfuse.errors import ExportError
+from gradfuse.errors import ExportError, few
 from gradfuse.export import branches, clocks, dropout, explaining, host_draws, ties
 from gradfuse.export.outside import Outside
 from gradfuse.export.python_state import Number, PythonState
@@ -84,6 +84,8 @@ def first_run(step: TorchStep, state: PythonState, *, frozen_inputs: bool = Fals
             first = step.run(held=held)
             state.mark()
             draws = host_draws.states() != before
+        if first.writing_hooks:
+            _require_separate_gradients(step, first)
         live = step.with_frozen_inputs(first.changed) if frozen_inputs else step
         refuse_shared(live, first)
         aliases.refuse(live, first)
@@ -138,6 +140,21 @@ def first_run(step: TorchStep, state: PythonState, *, frozen_inputs: bool = Fals
         return first
     finally:
         state.restore()
+
+
+def _require_separate_gradients(step: TorchStep, first: Outcome) -> None:
+    """Refuse hooks that write into gradients whose memory other gradients share, as those of the terms of a sum do.
+
+    Raises:
+        ExportError: what they write changes more than what they return.
+    """
+    with _same_process():
+        spoilt = step.run(spoils=True)
+    if _differ(step, _outputs(first), _outputs(spoilt)):
+        raise refusal(
+            f"a hook writes into a gradient that has the memory of another gradient: {few(first.writing_hooks)}; "
+            "expected hooks that return a new tensor, as gradient.clamp in the place of gradient.clamp_"
+        )
 
 
 def tied(step: TorchStep) -> str | None:

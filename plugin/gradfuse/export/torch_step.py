@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError, few
-from gradfuse.export import checkpoints, explaining, host_draws, saved_tensors
+from gradfuse.export import checkpoints, explaining, gradient_hooks, host_draws, saved_tensors
 from gradfuse.export.arguments import Arguments
 from gradfuse.export.dropout import SeededDropout
+from gradfuse.export.gradient_hooks import Hook
 from gradfuse.export.leaves import (
-    HooksOnGradients,
     MadeTensors,
     Reads,
     WrittenData,
@@ -83,6 +83,9 @@ class Outcome:
         outputs: what the loss returns beside its value, by name.
         input_gradients: the gradients of the tensors of the batch that the step is asked for.
         differentiates: whether module or loss take derivatives themselves.
+        hooks: those that the code has registered with what it computes and that change gradients, in order.
+        writing_hooks: the hooks that have written into the gradient that they were given, as texts.
+        read_by_hooks: what hooks read that may have the memory of the step's own tensors, in whose places copies are.
     """
 
     loss: Tensor
@@ -94,10 +97,14 @@ class Outcome:
     outputs: dict[str, Tensor]
     input_gradients: dict[str, Tensor]
     differentiates: bool = False
+    hooks: tuple[gradient_hooks.Kind, ...] = ()
+    writing_hooks: tuple[str, ...] = ()
+    read_by_hooks: tuple[tuple[Tensor, Hook], ...] = ()
 
     def without_values(self) -> Outcome:
         """Return the outcome with gradients that have a shape and a type only: they take as much as the parameters."""
-        return dataclasses.replace(self, gradients={name: one.to("meta") for name, one in self.gradients.items()})
+        gradients = {name: one.to("meta") for name, one in self.gradients.items()}
+        return dataclasses.replace(self, gradients=gradients, read_by_hooks=())
 
     def with_dropout_seed(self) -> Outcome:
         """Return the outcome of the same run of a step that has the seed of its dropouts as a buffer: TRIED_SEED."""
@@ -143,6 +150,8 @@ class TorchStep:
         taken: the names that no output of the step's own may have.
         differentiated: the names of the tensors of the batch whose gradients are outputs.
         frozen_inputs: the names of the frozen weights that are inputs of the model.
+        hooks: trainable parameter -> the hooks on its gradient.
+        probed: the hooks that the code registers and that runs replace by others, which `gradient_hooks.probe` defines.
     """
 
     module: nn.Module
@@ -164,6 +173,8 @@ class TorchStep:
     taken: Collection[str] = ()
     differentiated: tuple[str, ...] = ()
     frozen_inputs: tuple[str, ...] = ()
+    hooks: Mapping[str, Sequence[Hook]] = dataclasses.field(default_factory=dict)
+    probed: Collection[gradient_hooks.Kind] = ()
 
     @classmethod
     def of(
@@ -219,15 +230,12 @@ class TorchStep:
         if not trainable:
             raise refusal("module has no parameter that requires a gradient; expected at least one")
         for name in trainable:
-            # The step runs on copies of the parameters, which have no hooks.
             if state[name].is_complex():
                 raise refusal(
                     f"parameter {name!r} is {state[name].dtype}; expected real numbers: keep two parameters and "
                     "join them by torch.complex in forward"
                 )
-            if private.has_gradient_hooks(state[name]):
-                raise refusal(f"parameter {name!r} has a hook on its gradient; expected none")
-
+        hooks = {name: gradient_hooks.of_parameter(name, state[name]) for name in trainable}
         optimizer = describe_optimizer({key: name for key, name in owners.names.items() if name in trainable})
         reserved = _reserved_names(trainable, buffers, optimizer)
         taken = {*state, *reserved}
@@ -239,6 +247,12 @@ class TorchStep:
             raise refusal(f"loss is None, and the batch has targets, {few(targets.names)}; expected them in its inputs")
         targets.require_taken(loss_function, 1, "loss", "targets")
         differentiated = _differentiated(input_gradients, inputs, targets)
+        for tensor in private.tensors_in(batch) if differentiated else ():
+            for hook in private.gradient_hooks(tensor) if isinstance(tensor, Tensor) else ():
+                raise refusal(
+                    f"a tensor of the batch has the hook {explaining.of_callable(hook)} on its gradient, and "
+                    "input_gradients are given; expected none: change what the step gives"
+                )
         if differentiated and optimizer is not None and optimizer.loss_scaling is not None:
             raise refusal("input_gradients are given with grad_scaler, which scales them; expected one of the two")
         return cls(
@@ -260,6 +274,7 @@ class TorchStep:
             originals=dict(state),
             taken=frozenset(taken),
             differentiated=differentiated,
+            hooks={name: found for name, found in hooks.items() if found},
         )
 
     def with_dropout_seed(self) -> TorchStep:
@@ -355,6 +370,16 @@ class TorchStep:
         """Whether the loss is multiplied by a scale before its gradients are taken."""
         return self.optimizer is not None and self.optimizer.loss_scaling is not None
 
+    @property
+    def calls(self) -> gradient_hooks.Calls:
+        """What calls the hooks, with the tensors that are in the module now."""
+        return gradient_hooks.Calls(self.originals, lambda name: self.places[name][0].tensor())
+
+    @property
+    def share_of_hooks(self) -> int:
+        """By how much PyTorch divides the gradients of the loss that hooks get, if the loss is not scaled."""
+        return 1 if self.optimizer is None or self.scales_loss else self.optimizer.accumulate
+
     def place(self, state: Mapping[str, Tensor]) -> None:
         """Put `state` in the place of the tensors of module and loss."""
         for name, tensor in state.items():
@@ -399,6 +424,8 @@ class TorchStep:
         take: Callable[[Tensor], Tensor] | None = None,
         updated: Mapping[str, Tensor | None] = MappingProxyType({}),
         held: list[Tensor] | None = None,
+        *,
+        spoils: bool = False,
     ) -> Outcome:
         """Run forward and backward eagerly on copies of all tensors.
 
@@ -408,19 +435,20 @@ class TorchStep:
                 memory at once. It must be linear.
             updated: the names of tensors that have been updated in place before -> the gradients that they have.
             held: gets the copies of the batch, which else are gone with the run.
+            spoils: whether what hooks write into is NaN from then on, but for what they give themselves.
 
         Raises:
             ExportError: the module, the loss or the backward pass fails, or the step is one that cannot be exported.
         """
         try:
             try:
-                return self._run(cast, take, updated, held)
+                return self._run(cast, take, updated, held, spoils)
             except ExportError:
                 if take is None or spilling.current() is None:
                     raise
             # Transforms of torch.func refuse to run where tensors that autograd saves go elsewhere.
             with spilling.everything_in_memory():
-                return self._run(cast, take, updated, held)
+                return self._run(cast, take, updated, held, spoils)
         finally:
             # Else the module would hold the copies until its next run. A backward pass may call it once more.
             self.place(self.state)
@@ -431,6 +459,7 @@ class TorchStep:
         take: Callable[[Tensor], Tensor] | None,
         updated: Mapping[str, Tensor | None],
         held: list[Tensor] | None,
+        spoils: bool,
     ) -> Outcome:
         def fresh(tensor: Tensor) -> Tensor:
             copied = tensor.detach().clone()
@@ -441,6 +470,9 @@ class TorchStep:
         inputs, targets = tuple(map(fresh, self.inputs)), tuple(map(fresh, self.targets))
         of_batch = dict(zip(self.batch, (*inputs, *targets), strict=True))
         wanted = {name: of_batch[name].requires_grad_() for name in self.differentiated}
+        share, calls = 1 if spoils else self.share_of_hooks, self.calls
+        running = gradient_hooks.Running(calls, share, spoils)
+        running.register(self.hooks, leaves)
         if held is not None:
             held.extend((*inputs, *targets))
         for name, gradient in updated.items():
@@ -449,7 +481,8 @@ class TorchStep:
             state[name].grad = gradient
         versions = {name: private.version(tensor) for name, tensor in state.items()}
         before = {name: state[name].clone() for name in self.buffers}
-        made, written, read, hooks = MadeTensors(), WrittenData(), Reads(self.left_out), HooksOnGradients()
+        made, written, read = MadeTensors(), WrittenData(), Reads(self.left_out)
+        hooks = gradient_hooks.InForward(running, self.probed)
         kept = saved_tensors.limited(state.values()) if take is not None else contextlib.nullcontext()
         # A step without a seed is run to find whether it needs one.
         drawing = SeededDropout(state.get(DROPOUT_SEED, torch.tensor(TRIED_SEED)))
@@ -516,13 +549,13 @@ class TorchStep:
             or tensor in written
         )
         every = leaves | wanted
+        running.in_backward = True
         gradients = _gradients(value, every) if take is None else _gradients_taken(value, every, take)
         for name in wanted:
             if name not in gradients:
                 raise refusal(
                     f"the loss does not depend on {name!r}, whose gradient is asked for; expected that it does"
                 )
-        hooks.refuse()
         return Outcome(
             loss=value.detach(),
             gradients={name: one for name, one in gradients.items() if name not in wanted},
@@ -533,6 +566,9 @@ class TorchStep:
             outputs={name: tensor.detach() for name, tensor in outputs.items()},
             input_gradients={name: gradients[name] for name in wanted},
             differentiates=bool(taken_inside),
+            writing_hooks=tuple(map(str, running.writing)),
+            hooks=hooks.registered,
+            read_by_hooks=tuple(calls.aliases),
         )
 
     def _where_changed(self, name: str) -> str:
@@ -658,13 +694,19 @@ def _refuse_lazy(owner: Any) -> None:
 
 def _refuse_backward_hooks(owner: Any) -> None:
     """Refuse modules with hooks on their gradients, which cannot be traced."""
-    for name, part in owner.named_modules() if isinstance(owner, nn.Module) else ():
-        if private.has_backward_hooks(part):
-            where = f"the part {name!r}" if name else "the module"
-            raise refusal(
-                f"{where} ({type(part).__name__}) has a hook on its backward pass; expected none: take it away by "
-                "remove() of its handle, and scale a gradient by x * s + (x * (1 - s)).detach()"
-            )
+    parts = owner.named_modules() if isinstance(owner, nn.Module) else ()
+    found = [
+        (f"{f'the part {name!r}' if name else 'the module'} ({type(part).__name__})", hook)
+        for name, part in parts
+        for hook in private.backward_hooks(part)
+    ]
+    found += [("every module", hook) for hook in private.backward_hooks_of_all()]
+    for where, hook in found:
+        raise refusal(
+            f"{where} has the hook {explaining.of_callable(hook)} on its backward pass; expected none: take it away by "
+            "remove() of its handle. To change the gradient of what it computes, call register_hook of its output, in "
+            "forward or in a hook by register_forward_hook"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

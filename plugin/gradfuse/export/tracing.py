@@ -22,6 +22,7 @@ from gradfuse.export import (
     decomposing,
     dropout,
     explaining,
+    gradient_hooks,
     indices,
     inner_derivatives,
     layouts,
@@ -60,10 +61,11 @@ def forward_program(
     fuse: bool,
     evaluation: bool,
 ) -> tuple[ExportedProgram, int]:
-    """Trace the program (used parameters, other tensors, inputs, targets) -> (loss, *changed buffers, *outputs).
+    """Trace the program (used parameters, other tensors, batch) -> (loss, *changed buffers, *outputs, *hooked).
 
-    Used are the parameters that the loss depends on. If the loss is scaled, the scale is one more input, and the
-    scaled loss, divided by the number of accumulated gradients, is an output ahead of the loss.
+    Used are the parameters that the loss depends on, and the last results are what hooks make of their gradients. If
+    the loss is scaled, the scale is one more input, and the scaled loss, divided by the number of accumulated
+    gradients, is an output ahead of the loss.
 
     Returns also how many outputs follow: the tensors that the module returns, if these are what it returns in
     evaluation mode but for the dropouts, which are marked.
@@ -81,6 +83,10 @@ def forward_program(
     Raises:
         ExportError: PyTorch cannot trace the step, or it draws random numbers that no seed determines.
     """
+    if native.hooks and native.differentiates:
+        raise refusal(
+            f"{native.hooks[0]} changes a gradient in a step that takes derivatives itself; expected one or the other"
+        )
     used = tuple(native.gradients)
     others = unused(step, native)
 
@@ -228,6 +234,7 @@ def decomposed(
         # Attention kernels are left for products and softmax, whose gradients fuse.
         with quiet(), sdpa_kernel(SDPBackend.MATH):
             program = decomposing.decompose(program, table)
+            program = gradient_hooks.put_in_place(program)
             complex_numbers.read_parts(program)
             if fuse:
                 recurrences.fuse_recurrences(program)
@@ -287,24 +294,32 @@ class _Traced(nn.Module):
 
         def apply(
             state: dict[str, Tensor], inputs: Sequence[Tensor], targets: Sequence[Tensor]
-        ) -> tuple[Tensor, Any, Any]:
+        ) -> tuple[Tensor, Any, Any, tuple[Tensor, ...]]:
             # A graph must not write into its inputs: copies take the updates and are returned.
             state |= {name: state[name].clone() for name in step.buffers}
             answered = branches.answered(step, taken, state, native.changed, differentiates=native.differentiates)
             scanned = contextlib.nullcontext() if native.differentiates else recurrences.scanned()
             packed = contextlib.nullcontext() if native.differentiates else padded()
+            registered = gradient_hooks.Registered(native.hooks, len(used) + len(step.differentiated))
             with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), answered, packed:
-                return step.apply(state, [one.clone() for one in inputs], [one.clone() for one in targets], watch)
+                with registered if native.hooks else contextlib.nullcontext():
+                    results = step.apply(
+                        state, list(map(Tensor.clone, inputs)), list(map(Tensor.clone, targets)), watch
+                    )
+                # PyTorch calls hooks when buffers have their new values.
+                leaves = {name: state[name] for name in used}
+                hooked = gradient_hooks.traced(step.hooks, registered, step.calls, leaves, step.share_of_hooks)
+                return *results, hooked
 
         if native.differentiates:
-            value, after, extra = inner_derivatives.traced(apply, state, step.trainable, inputs, targets)
+            value, after, extra, hooked = inner_derivatives.traced(apply, state, step.trainable, inputs, targets)
         else:
-            value, after, extra = apply(state, inputs, targets)
+            value, after, extra, hooked = apply(state, inputs, targets)
         accumulate = step.optimizer.accumulate if step.optimizer is not None else 1
         losses = (value / accumulate * scale[0], value.detach()) if scale else (value,)
         outputs = () if watch is None else watch.outputs
         own = (*(after[name] for name in native.changed), *(extra[name] for name in native.outputs))
-        return (*losses, *own, *outputs)
+        return (*losses, *own, *hooked, *outputs)
 
 
 def _refuse_random_operators(step: TorchStep, program: ExportedProgram) -> None:

@@ -26,7 +26,8 @@ from gradfuse.checking.condensing import condensed
 from gradfuse.checking.execution import Session, float_types, widened
 from gradfuse.checking.reference import ReferenceSession, with_own_decisions
 from gradfuse.errors import ExportError, GradfuseError, ModelError
-from gradfuse.export import onnx_model, steadiness, traced_optimizer
+from gradfuse.export import gradient_hooks, onnx_model, steadiness, traced_optimizer
+from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.large_losses import LargeLosses
 from gradfuse.export.reporting import WHO, refusal, tell_share
 from gradfuse.export.rounding import NARROW, Rounding, WideConversions, WideSparse
@@ -449,6 +450,46 @@ class Truth:
 
 def _another_shape(name: str, which: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> ExportError:
     return refusal(f"output {name!r} of the {which} model has shape {got}; expected {wanted}")
+
+
+def compare_hooks(
+    model: ir.Model,
+    step: TorchStep,
+    native: Outcome,
+    order: Sequence[str],
+    free: Collection[str],
+    shapes: DynamicShapes,
+) -> None:
+    """Compare a step whose code registers hooks with what it computes, with other hooks in their places.
+
+    Those themselves may change nothing on the batch, as where they clip; and several tensors of PyTorch may have become
+    one in the model.
+
+    Args:
+        model: as translated, before gradients are written; it is changed.
+        step, native, order, free, shapes: as `onnx_model.completed` and `arrange_step` take them.
+
+    Raises:
+        ExportError: an output differs, or onnxruntime cannot run the model.
+    """
+    trained = len(native.gradients)
+    first = trained + len(step.differentiated)
+    probe = functools.partial(_probe_from, first)
+    model = onnx_model.completed(model, step, order, free, trained, probe=probe)
+    onnx_model.arrange_step(model, step, native, shapes)
+    probed = dataclasses.replace(step, probed=frozenset(native.hooks))
+    truth = truth_of(probed, native, in_float64=False)
+    try:
+        truth.compare(onnx_model.plain(ir.to_proto(model)), "probed")
+    except ExportError as error:
+        raise refusal(
+            f"{native.hooks[0]} changes other gradients in the exported step than in PyTorch; expected a tensor that "
+            "the step computes by arithmetic, as x * 1.0, and what is computed of it: register the hook with that"
+        ) from error
+
+
+def _probe_from(first: int, number: int) -> float:
+    return gradient_hooks.probe(number - first)
 
 
 class _Spread:

@@ -126,10 +126,10 @@ def _by_name(graph: ir.Graph, parameter: str, who: str) -> tuple[ir.Value, ir.Va
     """Return the gradient of a parameter, twice: it is both sides of the cut."""
     # What belongs to a tensor that stood aside keeps the name that it had then.
     names = {name + GRADIENT_SUFFIX for name in (parameter, aside(parameter))}
-    for node in graph:
-        for value in node.outputs:
-            if value.name in names:
-                return value, value
+    # A hook may make it a constant.
+    for value in (*graph.initializers.values(), *(value for node in graph for value in node.outputs)):
+        if value.name in names:
+            return value, value
     raise _not_found(parameter, who)
 
 
@@ -183,8 +183,8 @@ def _inline(graph: ir.Graph, branching: ir.Node) -> None:
 
 
 def _as_output(graph: ir.Graph, value: ir.Value) -> str:
-    """Make a value an output of the graph, or a copy where it is one already; return its name."""
-    if value.is_graph_output():
+    """Make a value an output of the graph, or a copy where it is one already or a constant; return its name."""
+    if value.is_graph_output() or value.is_initializer():
         copy = ir.node("Identity", [value])
         copy.outputs[0].name, copy.outputs[0].type, copy.outputs[0].shape = f"{value.name}/cut", value.type, value.shape
         graph.append(copy)
