@@ -237,8 +237,10 @@ def fake_quantize_per_channel_affine(
 
 def data(tensor: Tensor, *of_class: Any) -> Tensor:
     """Read `.data`, which torch.export treats as a constant."""
-    # What is written into the alias of a tensor is lost in a part of the program that is under `no_grad`.
-    return tensor.detach() if tensor.requires_grad else tensor
+    if not tensor.requires_grad:
+        return tensor
+    # What is written into the result of `detach` is lost in a part of the program that is under `no_grad`.
+    return tensor.detach() if torch.is_grad_enabled() else tensor.view_as(tensor)
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
