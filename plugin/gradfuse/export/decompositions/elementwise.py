@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfuse import _torch_private as private
+
 aten = torch.ops.aten
 
 
 def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
     return {
+        aten.add.Tensor: add,
+        aten.clamp.default: clamp,
+        aten.clamp.Tensor: clamp,
+        aten.clamp_min.Tensor: clamp,
+        aten.clamp_max.Tensor: clamp_max,
         aten.fmax.default: fmax,
         aten.fmin.default: fmin,
         aten.signbit.default: signbit,
@@ -21,6 +28,36 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.copysign.Scalar: copysign,
         aten.frexp.Tensor: frexp,
     }
+
+
+def add(self: Tensor, other: Any, *, alpha: Any = 1) -> Any:
+    """aten::add of two masks, whose sum is a mask: where one of them is."""
+    if not all(isinstance(one, Tensor) and one.dtype == torch.bool for one in (self, other)):
+        return NotImplemented
+    return self.logical_or(other) if alpha else self.clone()
+
+
+def clamp(self: Tensor, min: Any = None, max: Any = None) -> Any:
+    """aten::clamp between tensors, or numbers that follow from sizes: at a bound its gradient is that of `self`.
+
+    torch.onnx translates it as `Max` and `Min`, in which equal numbers share the gradient.
+    """
+    numbers = [one for one in (min, max) if one is not None and not isinstance(one, Tensor)]
+    if numbers:
+        if not any(map(private.is_symbolic, numbers)):
+            return NotImplemented
+        min, max = (
+            None if one is None else torch.scalar_tensor(one, dtype=self.dtype, device=self.device)
+            for one in (min, max)
+        )
+    result = self if min is None else torch.where(self < min, min, self)
+    # If the bounds are in the wrong order, PyTorch gives the upper one.
+    return result if max is None else torch.where(result > max, max, result)
+
+
+def clamp_max(self: Tensor, max: Tensor) -> Any:
+    """aten::clamp_max by a tensor."""
+    return clamp(self, None, max)
 
 
 def fmax(self: Tensor, other: Tensor) -> Tensor:
