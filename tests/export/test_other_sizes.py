@@ -93,6 +93,7 @@ FREE: dict[str, Function] = {
     "areas by a factor": lambda h: F.interpolate(h, scale_factor=0.7, mode="area") ** 2,
     "bounds": lambda h: h.clamp(-1 / h.shape[2], h.shape[3] / 20) ** 2,
     "a bound beside a number": lambda h: (h * 3).round().add(h).clamp(-1, h.shape[2] - 7) ** 2,
+    "a rounded share": lambda h: h[..., : math.ceil((1 - 0.7) * h.shape[3])] ** 2,
     "a root": lambda h: h * h.shape[2] ** 0.5,
     "the padding of an output": lambda h: (
         F.conv_transpose2d(

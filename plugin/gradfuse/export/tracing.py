@@ -240,6 +240,7 @@ def decomposed(
             layouts.forget_layouts(program)
             promotion.cast_operands(program)
             promotion.bound_by_floats(program)
+            promotion.round_sizes(program)
             promotion.normalise_in_one_type(program)
             if not narrow:
                 promotion.compute_with_numbers(program)
