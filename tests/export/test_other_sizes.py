@@ -97,7 +97,7 @@ FREE: dict[str, Function] = {
     "a root": lambda h: h * h.shape[2] ** 0.5,
     "the padding of an output": lambda h: (
         F.conv_transpose2d(
-            F.avg_pool2d(h, 2, ceil_mode=True), KERNEL, None, 2, 1, (1 - h.shape[2] % 2, 1 - h.shape[3] % 2)
+            F.avg_pool2d(h, 2, ceil_mode=True), KERNEL.to(h.dtype), None, 2, 1, (1 - h.shape[2] % 2, 1 - h.shape[3] % 2)
         )
         * h
     ),

@@ -38,6 +38,7 @@ from gradfuse.export.packed_sequences import padded
 from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.rounding import WideSparse
+from gradfuse.export.size_numbers import SizeNumbers
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.verifying import Opened, Truth
@@ -143,9 +144,13 @@ def _traced(
     arguments = tuple(tensor.detach().clone() for tensor in step.state.values()), step.inputs
     dims = ((None,) * len(step.state), shapes.inputs)
     taken = branches.branches_of(step)
-    with sizes.noted(), state.fresh():
-        step.module.eval()
-        program = private.exported(_Traced(step, taken, changed, inside), arguments, dims)
+
+    def once() -> ExportedProgram:
+        with sizes.noted(), state.fresh():
+            step.module.eval()
+            return private.exported(_Traced(step, taken, changed, inside), arguments, dims)
+
+    program = SizeNumbers().traced(step, sizes, once)
     step.module.eval()
     return program
 

@@ -42,6 +42,8 @@ def clamp(self: Tensor, min: Any = None, max: Any = None) -> Any:
 
     torch.onnx translates it as `Max` and `Min`, in which equal numbers share the gradient.
     """
+    if not self.is_floating_point():
+        return NotImplemented
     numbers = [one for one in (min, max) if one is not None and not isinstance(one, Tensor)]
     if numbers:
         if not any(map(private.is_symbolic, numbers)):
