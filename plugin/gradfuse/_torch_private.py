@@ -829,6 +829,14 @@ def decisions_of_kernels() -> Collection[CodeType]:
     return (transformer._detect_is_causal_mask.__code__,)
 
 
+def checks_of_distributions() -> Collection[CodeType]:
+    """Return the functions that look at values only to tell whether arguments of a distribution are right."""
+    from torch.distributions import constraints
+
+    found = (value for value in vars(constraints).values() if isinstance(value, type))
+    return frozenset(kind.check.__code__ for kind in found if hasattr(kind, "check"))
+
+
 def known_true(condition: Any) -> bool:
     """Tell whether a condition on sizes is known to be true, without restricting symbols to what makes it so."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

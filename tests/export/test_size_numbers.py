@@ -66,7 +66,8 @@ def _joined(h: Tensor) -> Tensor:
     """As capsules repeat their weights."""
     row, rows = torch.linspace(0.5, 1.5, 4), [1, h.size(1) // 2]
     weights = torch.cat([row[None]] * h.size(0), dim=0) + torch.stack([row] * len(h))
-    return h * weights[:, None] * torch.tensor(rows)[0] * torch.tensor([[2.0]] * h.size(1))
+    result: Tensor = h * weights[:, None] * torch.tensor(rows)[0] * torch.tensor([[2.0]] * h.size(1))
+    return result
 
 
 def _divided(h: Tensor) -> Tensor:
@@ -112,8 +113,8 @@ class Keeping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            return self.layer(x[:, : int(x.shape[1] / 2)]).sum(1)
-        return self.layer(x[:, : int(x.shape[1] * 0.75)]).sum(1)
+            return self.layer(x[:, : int(x.shape[1] / 2)]).sum(1)  # type: ignore[no-any-return]
+        return self.layer(x[:, : int(x.shape[1] * 0.75)]).sum(1)  # type: ignore[no-any-return]
 
 
 @pytest.mark.long

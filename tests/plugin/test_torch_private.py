@@ -939,6 +939,28 @@ def test_untranslated_node(library: Any) -> None:
         assert private.untranslated_node(ValueError("another")) is None
 
 
+def test_checks_of_distributions() -> None:
+    with needed("torch's checks of arguments of distributions", "trace MultivariateNormal"):
+        found = private.checks_of_distributions()
+        assert type(torch.distributions.constraints.positive_definite).check.__code__ in found
+
+
+def test_whole_numbers_of_sizes() -> None:
+    with needed("the expressions of sizes that torch.export makes", "take int(size / 2) as a size"):
+        found = []
+
+        class Dividing(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                size: Any = x.shape[0]
+                numbers = (size / 3 / 3, 0.75 * size, 4 * size / 4.0, size / 49 * 49, 0.7 * size)
+                found.extend(str(private.whole_number(one)) for one in numbers)
+                return x * 2
+
+        torch.export.export(Dividing(), (torch.ones(4),), dynamic_shapes=({0: torch.export.Dim("size")},))
+        assert [one.startswith("(") or one == "None" for one in found] == [True, True, False, True, True]
+        assert found[-2:] == ["None", "None"] and "//9" in found[0] and "//4" in found[1]
+
+
 def test_decisions_of_kernels() -> None:
     with needed("the function by which nn.Transformer sees a causal mask", "trace nn.Transformer with masks"):
         (code,) = private.decisions_of_kernels()

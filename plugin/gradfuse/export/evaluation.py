@@ -143,7 +143,9 @@ def _traced(
     """Trace the program (tensors of the step, inputs) -> the tensors that the module returns."""
     arguments = tuple(tensor.detach().clone() for tensor in step.state.values()), step.inputs
     dims = ((None,) * len(step.state), shapes.inputs)
-    taken = branches.branches_of(step)
+    with torch.enable_grad():
+        # The loss, which runs as well, may take derivatives of what the module gives.
+        taken = branches.branches_of(step)
 
     def once() -> ExportedProgram:
         with sizes.noted(), state.fresh():

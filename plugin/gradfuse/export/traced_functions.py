@@ -241,8 +241,9 @@ def diagonal(input: Tensor, offset: Any = 0, dim1: int = 0, dim2: int = 1) -> Te
         return torch.diagonal(input, offset, dim1, dim2)
     matrix = input.movedim((dim1, dim2), (-2, -1))
     rows, columns = matrix.shape[-2:]
-    down, right = torch.sym_max(-offset, 0), torch.sym_max(offset, 0)
-    places = torch.arange(torch.sym_min(rows - down, columns - right), device=input.device)
+    down, right = torch.sym_max(-offset, 0), torch.sym_max(offset, 0)  # type: ignore[no-untyped-call]
+    count = torch.sym_min(rows - down, columns - right)  # type: ignore[no-untyped-call]
+    places = torch.arange(count, device=input.device)
     return matrix[..., places + down, places + right]
 
 
@@ -279,9 +280,10 @@ def irfft(input: Tensor, n: Any = None, dim: int = -1, norm: str | None = None) 
     """
     count = input.shape[dim]
     if not private.is_symbolic(n) or not private.known_true(count == n // 2 + 1):
-        return torch.fft.irfft(input, n, dim, norm)
+        return torch.fft.irfft(input, n, dim, norm)  # type: ignore[no-any-return]
     others = input.narrow(dim, 1, n - count).flip(dim).conj()
-    return torch.fft.ifft(torch.cat([input, others], dim), None, dim, norm).real
+    whole: Tensor = torch.fft.ifft(torch.cat([input, others], dim), None, dim, norm)
+    return whole.real
 
 
 def gaussian_nll_loss(

@@ -71,7 +71,8 @@ def written(h: Tensor) -> Tensor:
     low[:, :3] = z[:, :3] * (1 - 2j) / h.shape[0]
     low[:, -1] = h[:, 0]
     low = torch.where(h[:, :5] > 0, low, z).masked_fill(h[:, 3:] > 0.5, 0.25)
-    return torch.fft.irfft(low, n=8)
+    result: Tensor = torch.fft.irfft(low, n=8)
+    return result
 
 
 @pytest.mark.parametrize("function", [rotated, arranged, multiplied, padded_and_squared, through_a_filter, written])
