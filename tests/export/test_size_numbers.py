@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from like_torch import assert_like_torch
+from like_torch import assert_like_torch, trains_like_torch
 from torch import Tensor, nn
 
 from gradfuse import ExportError, TrainingSession, export_training_step
@@ -125,3 +125,33 @@ def test_evaluation_models_take_sizes_too() -> None:
     assert step.evaluation_model is not None
     (x,), _ = _batch(3, 31)
     np.testing.assert_allclose(TrainingSession(step).evaluate(x), module.eval()(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+class Queue(nn.Module):
+    """As momentum contrast keeps keys of earlier batches, at a pointer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("queue", torch.linspace(-1.0, 1.0, 24).view(4, 6))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.layer(x)
+        scores: Tensor = keys @ self.queue.clone().detach()
+        first = int(self.pointer)
+        with torch.no_grad():
+            self.queue[:, first : first + len(keys)] = keys.T
+            self.pointer[0] = (first + len(keys)) % 6
+        shifted = torch.roll(scores, -int(scores.detach().mean(0).argmax()), 1)
+        return shifted / math.sqrt(scores.detach().square().sum())
+
+
+def test_numbers_in_tensors_are_computed_with() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Queue()
+
+    batches = [((torch.randn(2, 4),), (torch.randn(2, 6),)) for _ in range(4)]
+    session = trains_like_torch(make, F.mse_loss, batches, fuse=False)
+    assert session.state_dict()["pointer"].tolist() == [2]

@@ -2,7 +2,7 @@
 
 Python makes a number of its own of a dynamic size there, which would be a constant of the traced program: `int`,
 `float`, `math.sqrt`, `[length] * items`. Where tracing finds that, the step is traced once more with such calls
-rewritten, so that they take sizes. This module imports torch.
+rewritten, so that they take sizes; and numbers in tensors, as in `int(self.pointer)`. This module imports torch.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class _Numbers:
     @staticmethod
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function, or what takes sizes in its place."""
+        if function in _OF_ONE and len(args) == 1 and isinstance(args[0], Tensor):
+            args = (args[0].item(),)
         depends = any(map(_depends, (*args, *kwargs.values())))
         instead = _INSTEAD.get(function) if depends and isinstance(function, Hashable) else None
         if instead is not None:
@@ -190,6 +192,21 @@ def _stack(tensors: Any, dim: int = 0) -> Tensor:
         return torch.stack(tensors, dim)
     return _cat(_Repeated(tensors.element.unsqueeze(dim), tensors.count), dim)
 
+
+_OF_ONE = (
+    int,
+    float,
+    math.sqrt,
+    math.log,
+    math.log2,
+    math.log10,
+    math.log1p,
+    math.exp,
+    math.ceil,
+    math.floor,
+    math.trunc,
+)
+"""Functions of one number, which may be in a tensor."""
 
 _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     int: _int,
