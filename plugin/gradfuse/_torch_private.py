@@ -1250,50 +1250,10 @@ def untranslated_node(error: BaseException) -> str | None:
     return None if found is None else found[1]
 
 
-def whole_number(value: Any) -> Any:
-    """Return the integer part of a number that follows from sizes as a size; None: it is known only by its value.
-
-    That is of a number that is not below 0, and which Python's floats would not round to another integer.
-    """
-    import sympy
+def whole_part(number: torch.SymFloat, numerator: Any, divisor: Any) -> torch.SymInt:
+    """Return the whole part of a quotient of whole numbers, as expressions, as a size of the program of a number."""
     from torch.utils._sympy.functions import FloorDiv
 
-    if isinstance(value, torch.SymInt):
-        return value
-    quotient = _as_quotient(value.node.expr)[0] if isinstance(value, torch.SymFloat) else None
-    if quotient is None or not known_true(value >= 0):
-        return None
-    numerator, divisor = sympy.fraction(sympy.together(quotient))
-    if not divisor.is_Integer or not all(one.is_integer for one in numerator.free_symbols):
-        return None
-    whole = numerator if divisor == 1 else FloorDiv(sympy.expand(numerator), divisor)
-    return value.node.shape_env.create_symintnode(whole, hint=None)
-
-
-def _as_quotient(expression: Any) -> tuple[Any, bool]:
-    """Return an expression of floats as one of fractions, and whether floats are exact; None: they may round it up.
-
-    A quotient of exact numbers, divided again or not, is rounded to no integer that it is not.
-    """
-    import sympy
-
-    if expression.is_Integer or expression.is_Symbol:
-        return expression, True
-    if expression.is_Float:
-        fraction = sympy.Rational(*float(expression).as_integer_ratio())
-        return (fraction, True) if fraction.q <= _EXACT_FRACTION else (None, False)
-    parts, exact = zip(*map(_as_quotient, expression.args), strict=True) if expression.args else ((None,), (False,))
-    name = type(expression).__name__
-    if None in parts:
-        return None, False
-    if name == "ToFloat":
-        return parts[0], exact[0]
-    if name in ("FloatTrueDiv", "IntTrueDiv") and exact[1]:
-        of_two = parts[1].is_Rational and parts[1] > 0 and not (parts[1].p & (parts[1].p - 1))
-        return parts[0] / parts[1], exact[0] and of_two
-    if all(exact) and (expression.is_Add or expression.is_Mul):
-        return expression.func(*parts), True
-    return None, False
-
-
-_EXACT_FRACTION = 1 << 16
+    whole = numerator if divisor == 1 else FloorDiv(numerator, divisor)
+    made: torch.SymInt = number.node.shape_env.create_symintnode(whole, hint=None)
+    return made

@@ -75,8 +75,9 @@ class CheckingCovariances(Asking):
 
     def asked(self, x: Tensor) -> Tensor:
         covariance = torch.eye(2) * (x[:, :1, None].square() + 1.0)
-        likely = torch.distributions.MultivariateNormal(x[:, :2], covariance).log_prob(x[:, 2:4])
-        return x + likely.unsqueeze(1)  # type: ignore[no-any-return]
+        of_pairs = torch.distributions.MultivariateNormal(x[:, :2], covariance)
+        likely: Tensor = of_pairs.log_prob(x[:, 2:4])  # type: ignore[no-untyped-call]
+        return x + likely.unsqueeze(1)
 
 
 def _batch(items: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

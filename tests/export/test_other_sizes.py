@@ -292,6 +292,7 @@ class Bags(nn.Module):
 
 
 @pytest.mark.parametrize("last", [False, True])
+@pytest.mark.sampled(every=2)
 def test_the_ends_of_bags_stay_sorted_at_other_sizes(last: bool) -> None:
     """As in the classifier of texts in PyTorch's tutorials."""
     torch.manual_seed(0)

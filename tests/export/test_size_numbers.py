@@ -53,7 +53,8 @@ def _share(h: Tensor) -> Tensor:
 
 def _scaled(h: Tensor) -> Tensor:
     items, length = float(len(h)), h.size(1)
-    return h / math.sqrt(length) * np.log(length) / items + math.exp(-length)
+    result: Tensor = h / math.sqrt(length) * np.log(length) / items + math.exp(-length)
+    return result
 
 
 def _lengths(h: Tensor) -> Tensor:
@@ -72,7 +73,8 @@ def _joined(h: Tensor) -> Tensor:
 
 def _divided(h: Tensor) -> Tensor:
     parts, rest = divmod(h.shape[1], 2)
-    return h[:, rest:].reshape(h.shape[0], parts, 2, 4).prod(2) + np.ceil(h.shape[1] / 2)
+    result: Tensor = h[:, rest:].reshape(h.shape[0], parts, 2, 4).prod(2) + np.ceil(h.shape[1] / 2)
+    return result
 
 
 def _of_a_product(h: Tensor) -> Tensor:
@@ -130,6 +132,9 @@ def test_evaluation_models_take_sizes_too() -> None:
 class Queue(nn.Module):
     """As momentum contrast keeps keys of earlier batches, at a pointer."""
 
+    queue: Tensor
+    pointer: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -137,7 +142,7 @@ class Queue(nn.Module):
         self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        keys = self.layer(x)
+        keys: Tensor = self.layer(x)
         scores: Tensor = keys @ self.queue.clone().detach()
         first = int(self.pointer)
         with torch.no_grad():

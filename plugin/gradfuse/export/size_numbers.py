@@ -147,10 +147,54 @@ def _depends(value: Any) -> bool:
 
 
 def _int(value: Any) -> Any:
-    whole = private.whole_number(value)
-    if whole is None and isinstance(value, torch.SymFloat):
-        return math.floor(value) if private.known_true(value >= 0) else math.trunc(value)
-    return int(value) if whole is None else whole
+    if not isinstance(value, torch.SymFloat):
+        return value if isinstance(value, torch.SymInt) else int(value)
+    if not private.known_true(value >= 0):
+        return math.trunc(value)
+    whole = _whole(value)
+    return math.floor(value) if whole is None else whole
+
+
+def _whole(value: torch.SymFloat) -> torch.SymInt | None:
+    """Return the integer part of a number that is not below 0 as a quotient of sizes; None: floats may be rounded."""
+    import sympy  # type: ignore[import-untyped]
+
+    quotient, _ = _as_quotient(private.expression(value))
+    if quotient is None:
+        return None
+    numerator, divisor = sympy.fraction(sympy.together(quotient))
+    if not divisor.is_Integer or not all(one.is_integer for one in numerator.free_symbols):
+        return None
+    return private.whole_part(value, sympy.expand(numerator), divisor)
+
+
+def _as_quotient(expression: Any) -> tuple[Any, bool]:
+    """Return an expression of floats as one of fractions, and whether floats are exact; None: they may round it up.
+
+    A quotient of exact numbers, divided again or not, is rounded to no integer that it is not.
+    """
+    import sympy
+
+    if expression.is_Integer or expression.is_Symbol:
+        return expression, True
+    if expression.is_Float:
+        fraction = sympy.Rational(*float(expression).as_integer_ratio())
+        return (fraction, True) if fraction.q <= _EXACT_FRACTION else (None, False)
+    parts, exact = zip(*map(_as_quotient, expression.args), strict=True) if expression.args else ((None,), (False,))
+    name = type(expression).__name__
+    if None in parts:
+        return None, False
+    if name == "ToFloat":
+        return parts[0], exact[0]
+    if name in ("FloatTrueDiv", "IntTrueDiv") and exact[1]:
+        of_two = parts[1].is_Rational and parts[1] > 0 and not (parts[1].p & (parts[1].p - 1))
+        return parts[0] / parts[1], exact[0] and of_two
+    if all(exact) and (expression.is_Add or expression.is_Mul):
+        return expression.func(*parts), True
+    return None, False
+
+
+_EXACT_FRACTION = 1 << 16
 
 
 def _of(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
