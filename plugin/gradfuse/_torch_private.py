@@ -1083,8 +1083,12 @@ class SizeCondition:
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Tell whether it is so for sizes, by symbol."""
-        symbols = {symbol: sizes[str(symbol)] for symbol in self.expression.free_symbols}
-        return bool(self.expression.subs(symbols))
+        import sympy
+
+        # `subs` takes long for large expressions.
+        return bool(
+            self.expression.xreplace({one: sympy.Integer(sizes[str(one)]) for one in self.expression.free_symbols})
+        )
 
     @property
     def has_remainder(self) -> bool:
