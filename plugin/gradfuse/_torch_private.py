@@ -845,6 +845,14 @@ def decisions_of_kernels() -> Collection[CodeType]:
     return (transformer._detect_is_causal_mask.__code__,)
 
 
+def checks_of_distributions() -> Collection[CodeType]:
+    """Return the functions that look at values only to tell whether arguments of a distribution are right."""
+    from torch.distributions import constraints
+
+    found = (value for value in vars(constraints).values() if isinstance(value, type))
+    return frozenset(kind.check.__code__ for kind in found if hasattr(kind, "check"))
+
+
 def known_true(condition: Any) -> bool:
     """Tell whether a condition on sizes is known to be true, without restricting symbols to what makes it so."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -1091,8 +1099,12 @@ class SizeCondition:
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Tell whether it is so for sizes, by symbol."""
-        symbols = {symbol: sizes[str(symbol)] for symbol in self.expression.free_symbols}
-        return bool(self.expression.subs(symbols))
+        import sympy
+
+        # `subs` takes long for large expressions.
+        return bool(
+            self.expression.xreplace({one: sympy.Integer(sizes[str(one)]) for one in self.expression.free_symbols})
+        )
 
     @property
     def has_remainder(self) -> bool:
@@ -1256,3 +1268,12 @@ def untranslated_node(error: BaseException) -> str | None:
     """
     found = re.match(r"Error when translating node %(\w+) :", str(error))
     return None if found is None else found[1]
+
+
+def whole_part(number: torch.SymFloat, numerator: Any, divisor: Any) -> torch.SymInt:
+    """Return the whole part of a quotient of whole numbers, as expressions, as a size of the program of a number."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    whole = numerator if divisor == 1 else FloorDiv(numerator, divisor)
+    made: torch.SymInt = number.node.shape_env.create_symintnode(whole, hint=None)
+    return made

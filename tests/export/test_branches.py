@@ -70,6 +70,16 @@ class CheckingLater(Asking):
         return doubled
 
 
+class CheckingCovariances(Asking):
+    """torch's own check that a covariance is symmetric and positive, as of Gaussian processes."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        covariance = torch.eye(2) * (x[:, :1, None].square() + 1.0)
+        of_pairs = torch.distributions.MultivariateNormal(x[:, :2], covariance)
+        likely: Tensor = of_pairs.log_prob(x[:, 2:4])  # type: ignore[no-untyped-call]
+        return x + likely.unsqueeze(1)
+
+
 def _batch(items: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     return (torch.randn(items, 6),), (torch.arange(items) % 5,)
 
@@ -86,7 +96,7 @@ def _compared(module: nn.Module, batch: Any, dynamic_shapes: Any = DYNAMIC, othe
     return step
 
 
-@pytest.mark.parametrize("module", [Checking, CheckingLater])
+@pytest.mark.parametrize("module", [Checking, CheckingLater, CheckingCovariances])
 def test_checks_and_lengths_do_not_stop_an_export(module: type[nn.Module]) -> None:
     torch.manual_seed(0)
     _compared(module(), _batch(4))

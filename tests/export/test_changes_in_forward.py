@@ -148,6 +148,44 @@ def test_a_part_that_is_frozen_in_forward_stays_as_it_is() -> None:
     assert torch.equal(torch.as_tensor(session.state_dict()["first.weight"]), before)
 
 
+def _masked(_: Any, hidden: Tensor) -> None:
+    hidden.data.masked_fill_(hidden > 0.5, 0.25)
+
+
+def _twice(_: Any, hidden: Tensor) -> None:
+    hidden.data.mul_(2.0)
+    hidden.data[:, 1:].add_(hidden.data[:, :1])
+
+
+def _by_detach(_: Any, hidden: Tensor) -> None:
+    hidden.detach().clamp_(-0.5, 0.5)
+
+
+def _without_gradients(_: Any, hidden: Tensor) -> None:
+    with torch.no_grad():
+        hidden.data.mul_(3.0)
+
+
+@pytest.mark.parametrize("between", [_masked, _twice, _by_detach, _without_gradients])
+@pytest.mark.sampled(every=2)
+def test_what_is_written_past_the_gradient_of_a_result_leaves_it_as_it_was(between: Callable[..., None]) -> None:
+    """As Tacotron 2 masks the scores of its attention."""
+    _trains_as_pytorch(Written(_nothing, between), lambda output, target: F.mse_loss(output.sin(), target))
+
+
+def test_an_alias_that_was_written_into_has_no_gradient_where_it_is_read() -> None:
+    class Read(Written):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            data = hidden.data
+            data.mul_(2.0)
+            result = hidden[:, :4] + data[:, 1:]
+            data.add_(1.0)
+            return self.second(hidden) + result * data[:, :4]  # type: ignore[no-any-return]
+
+    _trains_as_pytorch(Read())
+
+
 class Divided(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)

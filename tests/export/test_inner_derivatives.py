@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from like_torch import assert_like_torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -362,6 +363,33 @@ def test_derivatives_within_a_loss() -> None:
     found = float(TrainingSession(step).step(points.numpy(), points.numpy()))
     single, double = (float(R1(one)(one(x), x).detach()) for one, x in ((native, points), (exact, points.double())))
     assert_gradients_close(np.float32(found), np.float32(single), np.float64(double), np.float32, terms=64 * double)
+
+
+class Coordinates(nn.Module):
+    """A network and its coordinates, as of SIREN, so that the loss takes derivatives of its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().detach().requires_grad_(True)
+        return self.net(x), x
+
+
+def _slope(output: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(output[0].sum(), output[1], create_graph=True)
+    return F.mse_loss(slope, wanted)
+
+
+def test_a_loss_of_derivatives_leaves_the_evaluation_model() -> None:
+    torch.manual_seed(0)
+    module = Coordinates()
+    x = torch.randn(ITEMS, 3)
+    step = export_training_step(module, _slope, ((x,), (x.cos(),)), evaluation=True)
+    assert_like_torch(step, module, _slope, ((x,), (x.cos(),)))
+    values, _ = TrainingSession(step).evaluate(x)
+    np.testing.assert_allclose(values, module(x)[0].detach(), rtol=1e-5, atol=1e-6)
 
 
 class Adapted(nn.Module):

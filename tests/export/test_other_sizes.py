@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from like_torch import assert_like_torch
 from long_tests import mostly_long
 from torch import Tensor, nn
 from training_models import autograd, run
@@ -80,6 +81,8 @@ def test_the_advice_to_make_the_axis_static_works(case: str) -> None:
     export_training_step(Between(FIXED[case]), F.mse_loss, _batch(6, 7), dynamic_shapes=shapes, fuse=False)
 
 
+KERNEL = torch.linspace(-1.0, 1.0, 81).view(3, 3, 3, 3)
+FILTER = torch.tensor(0.5 - 0.25j)
 FREE: dict[str, Function] = {
     "adaptive average": lambda h: F.adaptive_avg_pool2d(h, 2) ** 2,
     "adaptive average of one axis": lambda h: F.adaptive_avg_pool2d(h, (None, 3)) ** 2,
@@ -89,7 +92,23 @@ FREE: dict[str, Function] = {
     "areas": lambda h: F.interpolate(h, size=(4, 5), mode="area") ** 2,
     "areas by a factor": lambda h: F.interpolate(h, scale_factor=0.7, mode="area") ** 2,
     "bounds": lambda h: h.clamp(-1 / h.shape[2], h.shape[3] / 20) ** 2,
+    "a bound beside a number": lambda h: (h * 3).round().add(h).clamp(-1, h.shape[2] - 7) ** 2,
+    "a rounded share": lambda h: h[..., : math.ceil((1 - 0.7) * h.shape[3])] ** 2,
     "a root": lambda h: h * h.shape[2] ** 0.5,
+    "the padding of an output": lambda h: (
+        F.conv_transpose2d(
+            F.avg_pool2d(h, 2, ceil_mode=True), KERNEL.to(h.dtype), None, 2, 1, (1 - h.shape[2] % 2, 1 - h.shape[3] % 2)
+        )
+        * h
+    ),
+    "diagonals": lambda h: (
+        h * torch.diagonal(h, h.shape[3] // 3, 2, 3).sum(-1)[..., None, None]
+        + torch.diag(h[0, 0], -(h.shape[2] // 3))[0]
+    ),
+    "a long filter": lambda h: (
+        torch.fft.irfft(torch.fft.rfft(h, n=2 * h.shape[3]) / h.shape[3] * FILTER, n=2 * h.shape[3])[..., : h.shape[3]]
+        ** 2
+    ),
     "positions": lambda h: h * torch.arange(h.shape[2])[:, None],
     "more": lambda h: torch.cat([h, h.new_zeros(h.shape[0], 3, h.shape[2], 2)], 3) ** 2,
     "the largest": lambda h: h.topk(h.shape[2] // 2, 2)[0] ** 2,
@@ -261,6 +280,29 @@ def test_a_choice_that_is_open_in_a_longer_batch_alone_hides_no_error() -> None:
         export_training_step(Picking(lambda h: h), F.mse_loss, _tokens(), **options)
     with pytest.raises(ExportError, match=r"axis 0 of 'tokens'.* with size 13, output '\w+' of the exported"):
         export_training_step(Picking(_looked_up({"13": 2.0})), F.mse_loss, _tokens(), **options)
+
+
+class Bags(nn.Module):
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(7, 4, mode="sum", include_last_offset=last, padding_idx=1)
+
+    def forward(self, words: Tensor, ends: Tensor) -> Tensor:
+        return self.bags(words, ends)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.sampled(every=2)
+def test_the_ends_of_bags_stay_sorted_at_other_sizes(last: bool) -> None:
+    """As in the classifier of texts in PyTorch's tutorials."""
+    torch.manual_seed(0)
+    module = Bags(last)
+    ends = torch.tensor([0, 4, 9, 11, *([15] if last else [])])
+    batch: Any = (torch.randint(0, 7, (15,)), ends), (torch.tensor([0, 3, 1, 2]),)
+    shapes: Any = ({0: "words"}, {0: "ends"}), ({0: "bags"},)
+    step = export_training_step(module, F.cross_entropy, batch, dynamic_shapes=shapes, fuse=False)
+    ends = torch.tensor([0, 2, 7, 7, 12, *([20] if last else [])])
+    assert_like_torch(step, module, F.cross_entropy, ((torch.randint(0, 7, (20,)), ends), (torch.arange(5) % 4,)))
 
 
 class InEvaluation(nn.Module):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from like_torch import trains_like_torch
 from onnx import numpy_helper
 from torch import Tensor, nn
 from training_models import autograd, run
@@ -105,9 +106,14 @@ def test_parts_of_buffers_by_dynamic_sizes_stay_dynamic() -> None:
     _compared(Positions(), _batch(3, 4), [_batch(5, 7)], LENGTH)
 
 
-def test_numbers_in_a_buffer_that_changes_are_not() -> None:
-    with pytest.raises(ExportError, match=r"buffers of the module that no step changes|takes out of tensors|changes"):
-        export_training_step(Settings(counts=True), F.cross_entropy, _batch(3), dynamic_shapes=BATCH)
+def test_numbers_in_a_buffer_that_changes_are_those_of_each_step() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Settings(counts=True)
+
+    batches = [_batch(items) for items in (3, 5, 3)]
+    session = trains_like_torch(make, F.cross_entropy, batches, dynamic_shapes=BATCH, fuse=False)
+    assert session.state_dict()["calls"] == 4
 
 
 def _blocks(x: Tensor) -> Tensor:

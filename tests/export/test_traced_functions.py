@@ -15,7 +15,7 @@ from like_torch import assert_like_torch
 from torch import Tensor, nn
 from training_models import autograd, run
 
-from gradfuse import TrainingSession, export_training_step
+from gradfuse import ArgumentError, TrainingSession, export_training_step
 from gradfuse.export import traced_functions
 from gradfuse.testing import assert_gradients_close
 
@@ -241,6 +241,16 @@ def test_samples_at_exact_pixels_have_torchs_gradients(dtype: torch.dtype, paddi
                 for got, wanted in zip(*results, strict=True):
                     largest = max(_LARGEST, float(wanted.detach().abs().max()))
                     assert_gradients_close(got, wanted, wanted.double(), dtype, terms=largest)
+
+
+def test_classes_may_be_bytes() -> None:
+    module = nn.Linear(4, 3)
+    batch = torch.randn(5, 4), torch.randint(0, 3, (5,), dtype=torch.uint8)
+    step = export_training_step(module, nn.CrossEntropyLoss(), batch)
+    assert_like_torch(step, module, F.cross_entropy, batch)
+    batch[1][0] = 3
+    with pytest.raises(ArgumentError, match=r"'target'\[0\] is 3; expected 0 to 2"):
+        TrainingSession(step).step(*batch)
 
 
 class SpatialTransformer(nn.Module):

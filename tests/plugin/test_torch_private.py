@@ -962,6 +962,26 @@ def test_untranslated_node(library: Any) -> None:
         assert private.untranslated_node(ValueError("another")) is None
 
 
+def test_checks_of_distributions() -> None:
+    with needed("torch's checks of arguments of distributions", "trace MultivariateNormal"):
+        found = private.checks_of_distributions()
+        assert type(torch.distributions.constraints.positive_definite).check.__code__ in found
+
+
+def test_whole_part() -> None:
+    with needed("the expressions of sizes that torch.export makes", "take int(size / 2) as a size"):
+
+        class Dividing(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                half: Any = x.shape[0] / 2
+                (size,) = private.expression(half).free_symbols
+                return x.new_ones(private.whole_part(half, size, 2))
+
+        size = torch.export.Dim("size", min=4)
+        program = torch.export.export(Dividing(), (torch.ones(5),), dynamic_shapes=({0: size},))
+        assert program.module()(torch.ones(9)).shape == (4,)
+
+
 def test_decisions_of_kernels() -> None:
     with needed("the function by which nn.Transformer sees a causal mask", "trace nn.Transformer with masks"):
         (code,) = private.decisions_of_kernels()

@@ -128,6 +128,12 @@ def branches_of(step: TorchStep) -> Branches:
     }
     kernels = private.decisions_of_kernels()
     decided |= {place: False for place in observed.asked if place[0] in kernels}
+    checks = private.checks_of_distributions()
+    decided |= {
+        place: answers[0]
+        for place, (answers, _) in observed.asked.items()
+        if place[0] in checks and len({*answers}) == 1
+    }
     left = [place for place in observed.asked if place not in decided]
     return Branches(
         decided=decided,

@@ -38,6 +38,7 @@ from gradfuse.export.packed_sequences import padded
 from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import kind, quiet, refusal
 from gradfuse.export.rounding import WideSparse
+from gradfuse.export.size_numbers import SizeNumbers
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.verifying import Opened, Truth
@@ -142,10 +143,16 @@ def _traced(
     """Trace the program (tensors of the step, inputs) -> the tensors that the module returns."""
     arguments = tuple(tensor.detach().clone() for tensor in step.state.values()), step.inputs
     dims = ((None,) * len(step.state), shapes.inputs)
-    taken = branches.branches_of(step)
-    with sizes.noted(), state.fresh():
-        step.module.eval()
-        program = private.exported(_Traced(step, taken, changed, inside), arguments, dims)
+    with torch.enable_grad():
+        # The loss, which runs as well, may take derivatives of what the module gives.
+        taken = branches.branches_of(step)
+
+    def once() -> ExportedProgram:
+        with sizes.noted(), state.fresh():
+            step.module.eval()
+            return private.exported(_Traced(step, taken, changed, inside), arguments, dims)
+
+    program = SizeNumbers().traced(step, sizes, once)
     step.module.eval()
     return program
 

@@ -101,8 +101,18 @@ def place(error: BaseException) -> str | None:
 
 def source_line(error: BaseException) -> str:
     """Return the line of the user's code that an exception came from; an empty one if it is not known."""
+    return next((line_of(*found) for found in lines_of(error)), "")
+
+
+def line_of(code: CodeType, line: int) -> str:
+    """Return a line of the file of a function."""
+    return linecache.getline(code.co_filename, line)
+
+
+def lines_of(error: BaseException) -> list[tuple[CodeType, int]]:
+    """Return the place that an exception came from, as a function and a line; none if it is not known."""
     found = _last_line(error)
-    return "" if found is None else linecache.getline(found[0].co_filename, found[1])
+    return [] if found is None else [found]
 
 
 def _last_line(error: BaseException) -> tuple[CodeType, int] | None:
@@ -176,6 +186,7 @@ class Sizes:
 
     Attributes:
         places: where sizes are made constants, in the order in which they were met.
+        lines: where they are made constants or decide, as functions and lines.
         made_general: whether a step was traced so.
         others: sizes at which a step is compared with PyTorch, too.
     """
@@ -185,6 +196,7 @@ class Sizes:
         self.made_general = False
         self.others: list[OtherSizes] = []
         self.places: list[str] = []
+        self.lines: list[tuple[CodeType, int]] = []
         # With the location itself, so that no other gets its id.
         self._asked: dict[int, tuple[Any, str]] = {}
         self._told: set[str] = set()
@@ -192,14 +204,16 @@ class Sizes:
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         def note() -> None:
-            where = current_place()
+            where = current_line()
             if where is not None:
-                self.places.append(where)
+                self.places.append(text_of(*where))
+                self.lines.append(where)
 
         def note_asked(location: Any) -> None:
-            where = current_place()
+            where = current_line()
             if where is not None:
-                self._asked[id(location)] = location, where
+                self._asked[id(location)] = location, text_of(*where)
+                self.lines.append(where)
 
         with private.when_a_size_becomes_constant(note), private.when_sizes_are_asked_for(note_asked):
             yield
@@ -538,12 +552,18 @@ def called(step: TorchStep, operator: str) -> str:
 
 def current_place() -> str | None:
     """Return the place in the user's code that a step is running; None if the exporter's own code runs or calls it."""
-    where: str | None = None
+    found = current_line()
+    return None if found is None else text_of(*found)
+
+
+def current_line() -> tuple[CodeType, int] | None:
+    """Return the same place as a function and a line."""
+    where: tuple[CodeType, int] | None = None
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         filename = frame.f_code.co_filename
         if where is None and is_users(filename):
-            where = text_of(frame.f_code, frame.f_lineno)
+            where = frame.f_code, frame.f_lineno
         if filename in _RUNNERS:
             return where
         if (filename, frame.f_code.co_name) == _COMPARED:

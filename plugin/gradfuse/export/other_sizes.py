@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,12 +83,15 @@ class OtherSizes:
     def steps(self, step: TorchStep) -> Iterator[TorchStep]:
         """Yield the step with batches of these sizes; later ones for modules that do not take the earlier ones."""
         changes = self._changes(step)
+        totals = {size for tensor in step.batch.values() for size in tensor.shape}
         for fitted, repeats in ((False, True), (True, True), (False, False)):
             tensors = {}
             for name, tensor in step.batch.items():
                 sizes = {axis: size for (one, axis), size in self.sizes.items() if one == name}
                 tensors[name] = _resized(tensor.detach(), sizes, repeats=repeats)
-                if fitted:
+                if _are_ends(tensor, totals):
+                    tensors[name] = _ending(tensors[name], changes.get(int(tensor[-1]), int(tensor[-1])))
+                elif fitted:
                     tensors[name] = _fitted(tensors[name], changes)
             yield dataclasses.replace(
                 step,
@@ -111,7 +114,12 @@ def _resized(tensor: Tensor, sizes: Mapping[int, int], *, repeats: bool) -> Tens
         if not before or size == before:
             continue
         places = torch.arange(size, device=tensor.device)
+        given = tensor
         tensor = tensor.index_select(axis, places % before if repeats else places.clamp(max=before - 1))
+        descends = _order(given, axis)
+        if descends is not None:
+            # Ends of bags and of groups, and lengths in their order, stay sorted.
+            tensor = tensor.sort(axis, descending=descends).values
         if size > before and tensor.is_floating_point():
             # Because kernels differ in which of several equal numbers they choose. Numbers between 0 and 1 stay there.
             more = tensor.narrow(axis, before, size - before)
@@ -119,6 +127,14 @@ def _resized(tensor: Tensor, sizes: Mapping[int, int], *, repeats: bool) -> Tens
             moves = 1 - _MOVED * torch.rand(more.shape, generator=generator).to(more)
             more.copy_(torch.where(more == more.round(), more, more * moves))
     return tensor
+
+
+def _order(tensor: Tensor, axis: int) -> bool | None:
+    """Return whether whole numbers descend along an axis; None if they neither ascend nor descend."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return None
+    steps = tensor.diff(dim=axis)
+    return next((descends for descends in (False, True) if bool((steps <= 0 if descends else steps >= 0).all())), None)
 
 
 def drawn(step: TorchStep, seed: int) -> TorchStep:
@@ -156,6 +172,20 @@ def _fitted(tensor: Tensor, changes: Mapping[int, int]) -> Tensor:
             fitted[int(tensor.argmax())] += missing
             return fitted
     return tensor
+
+
+def _are_ends(tensor: Tensor, totals: Collection[int]) -> bool:
+    """Whether whole numbers go from 0 to the size of an axis, as the ends of bags do."""
+    if tensor.dim() != 1 or len(tensor) < _LEAST or _order(tensor, 0) is not False:
+        return False
+    return int(tensor[0]) == 0 and int(tensor[-1]) in totals
+
+
+def _ending(ends: Tensor, total: int) -> Tensor:
+    """Return ends of which the last one is a total."""
+    ends = ends.clamp(max=total)
+    ends[-1] = total
+    return ends
 
 
 @dataclasses.dataclass(frozen=True)

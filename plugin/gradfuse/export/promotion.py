@@ -5,7 +5,9 @@ This module imports torch.
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -93,6 +95,55 @@ def divide_downwards(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
+def round_sizes(program: ExportedProgram) -> None:
+    """Let sizes that are rounded, as in `math.ceil(0.3 * length)`, be computed in float64, as Python does.
+
+    torch.onnx.export computes them in float32, where 0.3 times 50 is more than 15.
+    """
+    graph = program.graph
+    rounded = [node for node in graph.nodes if node.target in _ROUNDED]
+    if not rounded:
+        return
+    like = next(value for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor))
+    for node in rounded:
+        with graph.inserting_before(node):
+            exact = _in_float64(graph, node.args[0], like)
+            if exact is None:
+                continue
+            result = _scalar(graph, like, _ROUNDED[node.target], exact)
+            whole = _scalar(graph, like, aten._to_copy.default, result, dtype=torch.int64)
+            size = graph.call_function(aten._local_scalar_dense.default, (whole,))
+        size.meta = dict(node.meta)
+        node.replace_all_uses_with(size)
+    graph.eliminate_dead_code()
+    graph.lint()
+    program.graph_module.recompile()
+
+
+def _in_float64(graph: Graph, number: Any, like: torch.Tensor) -> Node | None:
+    """Return a tensor of a number that follows from sizes; None: it is computed in another way."""
+    if isinstance(number, (int, float)):
+        # A quotient of whole numbers, as torch.onnx.export makes fractions float32.
+        parts = (
+            _scalar(graph, like, aten.scalar_tensor.default, one, dtype=torch.float64)
+            for one in number.as_integer_ratio()
+        )
+        return _scalar(graph, like, aten.div.Tensor, *parts)
+    if isinstance(number.meta["val"], torch.SymInt):
+        return _scalar(graph, like, aten.scalar_tensor.default, number, dtype=torch.float64)
+    if number.target not in _EXACT:
+        return None
+    operands = [_in_float64(graph, one, like) for one in number.args]
+    return None if None in operands else _scalar(graph, like, _EXACT[number.target], *operands)
+
+
+def _scalar(graph: Graph, like: torch.Tensor, target: Any, *args: Any, dtype: torch.dtype | None = None) -> Node:
+    """Return a call of an operator that gives a tensor of one number, of float64 unless told otherwise."""
+    node = graph.call_function(target, args, {} if dtype is None else {"dtype": dtype})
+    node.meta = {"val": like.new_empty((), dtype=dtype or torch.float64)}
+    return node
+
+
 def normalise_in_one_type(program: ExportedProgram) -> None:
     """Let layer normalisation of 16 bits by a weight of float32, as under autocast, be in float32, as PyTorch does.
 
@@ -167,6 +218,21 @@ def _round_result(graph: Graph, node: Node, value: torch.Tensor) -> None:
     node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
 
 
+_ROUNDED: Mapping[Any, Any] = {
+    math.ceil: aten.ceil.default,
+    math.floor: aten.floor.default,
+    math.trunc: aten.trunc.default,
+}
+_EXACT: Mapping[Any, Any] = {
+    operator.add: aten.add.Tensor,
+    operator.sub: aten.sub.Tensor,
+    operator.mul: aten.mul.Tensor,
+    operator.truediv: aten.div.Tensor,
+    operator.pow: aten.pow.Tensor_Tensor,
+    operator.neg: aten.neg.default,
+    torch.sym_float: aten.clone.default,
+}
+"""Functions of Python's numbers, as operators of tensors."""
 _NARROW = (torch.float16, torch.bfloat16)
 _WITH_NUMBERS = frozenset(
     getattr(getattr(aten, name), overload) for name in ("mul", "div") for overload in ("Tensor", "Scalar")

@@ -26,11 +26,14 @@ import ast
 import copy
 import functools
 import linecache
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import CodeType
 
 HELPER = "gradfuse_decisions"
 """The global variable that rewritten functions use."""
+
+NUMBERS = "gradfuse_numbers"
+"""The global variable that functions use whose calls take sizes."""
 
 _MOST_NODES = 20_000
 """Statements after a decision that ends an iteration may become part of at most this many sides."""
@@ -49,13 +52,43 @@ def rewritten(code: CodeType, asked: frozenset[int]) -> CodeType:
     Raises:
         CannotRewriteError: that is not possible.
     """
+
+    def rewrite(tree: ast.Module) -> None:
+        function = _function(tree, code)
+        function.body = _Rewriter(asked).of_function(function.body)
+
+    return _compiled_anew(code, rewrite)
+
+
+def with_numbers(code: CodeType, asked: frozenset[int], names: Collection[str]) -> CodeType:
+    """Return the code of a function that calls what takes sizes in the given lines.
+
+    Args:
+        code: the code of the function.
+        asked: the lines.
+        names: the last names of the functions whose calls change.
+
+    Raises:
+        CannotRewriteError: that is not possible, or there is no such call.
+    """
+
+    def rewrite(tree: ast.Module) -> None:
+        calls = _Numbers(asked, names)
+        calls.visit(tree)
+        if not calls.changed:
+            raise CannotRewriteError
+
+    return _compiled_anew(code, rewrite)
+
+
+def _compiled_anew(code: CodeType, rewrite: Callable[[ast.Module], None]) -> CodeType:
+    """Return the code of a function after its file was changed by `rewrite`."""
     lines = "".join(linecache.getlines(code.co_filename))
     try:
         tree = ast.parse(lines, code.co_filename)
         if _found(compile(tree, code.co_filename, "exec", dont_inherit=True), code).co_code != code.co_code:
             raise CannotRewriteError
-        function = _function(tree, code)
-        function.body = _Rewriter(asked).of_function(function.body)
+        rewrite(tree)
         ast.fix_missing_locations(tree)
         new = _found(compile(tree, code.co_filename, "exec", dont_inherit=True), code)
     except (SyntaxError, RecursionError) as error:
@@ -290,6 +323,41 @@ class _Expressions(ast.NodeTransformer):
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
         raise CannotRewriteError
+
+
+class _Numbers(ast.NodeTransformer):
+    """Turns calls of functions of numbers, and products with lists that they take, into calls that take sizes.
+
+    Attributes:
+        changed: whether there were any in the given lines.
+    """
+
+    def __init__(self, asked: frozenset[int], names: Collection[str]) -> None:
+        self.changed = False
+        self._asked, self._names = asked, names
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+        if name not in self._names or not self._is_asked(node):
+            return node
+        call = _call_of(NUMBERS, "call", node.func, *map(_product, node.args))
+        call.keywords = node.keywords
+        return _located(call, node)
+
+    def _is_asked(self, node: ast.expr) -> bool:
+        found = not self._asked.isdisjoint(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        self.changed |= found
+        return found
+
+
+def _product(node: ast.expr) -> ast.expr:
+    """Return a product with a list as a call."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+        return node
+    if not isinstance(node.left, ast.List) and not isinstance(node.right, ast.List):
+        return node
+    return _located(_call_of(NUMBERS, "times", node.left, node.right), node)
 
 
 def _later(value: ast.expr) -> ast.Lambda:

@@ -116,7 +116,7 @@ class Selections:
         lines = dict(self.lines)
         for code, line in places:
             old = originals.get(code, code)
-            if line in self.lines.get(old, ()) or not _functions(old, step):
+            if line in self.lines.get(old, ()) or not functions_of(old, step):
                 raise rewriting.CannotRewriteError
             lines[old] = lines.get(old, frozenset()) | {line}
         codes = {
@@ -132,7 +132,7 @@ class Selections:
     @contextlib.contextmanager
     def installed(self, step: TorchStep, trial: Trial | None = None) -> Iterator[Decisions]:
         """Let the functions compute both sides."""
-        changed = [(function, function.__code__) for code in self.codes for function in _functions(code, step)]
+        changed = [(function, function.__code__) for code in self.codes for function in functions_of(code, step)]
         namespaces = [function.__globals__ for function, _ in changed]
         found = Found()
         decisions = Decisions(step, self.written, found, trial)
@@ -150,7 +150,7 @@ class Selections:
                 namespace.pop(rewriting.HELPER, None)
 
 
-def _functions(code: CodeType, step: TorchStep) -> list[FunctionType]:
+def functions_of(code: CodeType, step: TorchStep) -> list[FunctionType]:
     """Return the functions that have this code."""
     # The garbage collector does not track frozen objects; modules and classes do not refer to nested functions.
     pending: list[Any] = [one for one in gc.get_referrers(code) if isinstance(one, FunctionType)]

@@ -255,11 +255,12 @@ _PASS_GRADIENT = torch.ops.gradfuse.pass_gradient.default
 
 def keep_stops(program: ExportedProgram) -> None:
     """Mark where `detach` or `no_grad` stops gradients in a traced program: decompositions lose it."""
+    written_into = _write_past_gradients(program.graph)
     for module in program.graph_module.modules():
         if not isinstance(module, torch.fx.GraphModule):
             continue
         for node in list(module.graph.nodes):
-            if node.target is aten.detach.default:
+            if node.target is aten.detach.default and node not in written_into:
                 node.target = STOP_GRADIENT
             elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
                 passed = _pass_through(node)
@@ -269,6 +270,76 @@ def keep_stops(program: ExportedProgram) -> None:
                     elif isinstance(result.meta.get("val"), torch.Tensor):
                         _stop_behind(result)
         module.recompile()
+
+
+def _write_past_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Leave what `x.data.mul_(2)` and the like write into x the gradient that it had.
+
+    Returns the calls of `detach` whose results are written into, and thus stay views.
+    """
+    found: dict[torch.fx.Node, None] = {}
+    # Tensors after such a write -> the tensor that was written into.
+    behind: dict[torch.fx.Node, torch.fx.Node] = {}
+    for write in list(graph.nodes):
+        for target in written(write) if write.op == "call_function" else ():
+            detached = _detached(target)
+            if detached is None or not _has_gradient(detached.args[0]):  # type: ignore[arg-type]
+                continue
+            found[detached] = None
+            order = {node: index for index, node in enumerate(graph.nodes)}
+            memory = private.storage(target.meta["val"])
+            for node in list(order)[: order[write]]:
+                value = node.meta.get("val")
+                later = [user for user in node.users if order[user] > order[write]]
+                if not later or not isinstance(value, torch.Tensor) or private.storage(value) != memory:
+                    continue
+                if not _has_gradient(node):
+                    continue
+                now = node
+                while now in behind and detached.args[0] not in behind:
+                    now = behind[now]
+                with graph.inserting_before(write):
+                    source = graph.call_function(aten.clone.default, (node,))
+                with graph.inserting_after(write):
+                    changed = graph.call_function(STOP_GRADIENT, (now,))
+                with graph.inserting_after(changed):
+                    passed = graph.call_function(_PASS_GRADIENT, (changed, source))
+                source.meta, changed.meta, passed.meta = (dict(node.meta) for _ in range(3))
+                behind[passed] = now
+                for user in later:
+                    user.replace_input_with(node, passed)
+    for detached in found:
+        _stop_readers(detached)
+    return set(found)
+
+
+def _detached(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the call of `detach` that gives a tensor, or what it is a view of; None: it is of no such call."""
+    while node.op == "call_function" and node.target is not aten.detach.default:
+        if not _is_of_memory(node):
+            return None
+        node = node.args[0]  # type: ignore[assignment]
+    return node if node.op == "call_function" else None
+
+
+def _is_of_memory(node: torch.fx.Node) -> bool:
+    """Whether a node is its first argument, written into, or a view of it."""
+    first = node.args[0] if node.args else None
+    values = (node.meta.get("val"), first.meta.get("val") if isinstance(first, torch.fx.Node) else None)
+    tensors = [one for one in values if isinstance(one, torch.Tensor)]
+    return len(tensors) == 2 and private.storage(tensors[0]) == private.storage(tensors[1])
+
+
+def _stop_readers(detached: torch.fx.Node) -> None:
+    """Stop the gradient of what reads a view that `detach` gives, or a view of that."""
+    for user in list(detached.users):
+        if user.op == "call_function" and user.args[0] is detached and _is_of_memory(user):
+            _stop_readers(user)
+        else:
+            with user.graph.inserting_before(user):
+                stopped = user.graph.call_function(STOP_GRADIENT, (detached,))
+            stopped.meta = dict(detached.meta)
+            user.replace_input_with(detached, stopped)
 
 
 def _pass_through(block: torch.fx.Node) -> dict[Any, torch.fx.Node | None]:
@@ -316,7 +387,7 @@ def _has_gradient(node: torch.fx.Node) -> bool:
         value = one.meta.get("val")
         if one.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad:
             return True
-        if one.target is not STOP_GRADIENT:
+        if one.target not in (STOP_GRADIENT, aten.detach.default):
             pending.extend(source for source in one.all_input_nodes if source not in seen)
             seen.update(one.all_input_nodes)
     return False

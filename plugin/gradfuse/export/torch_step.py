@@ -527,7 +527,9 @@ class TorchStep:
             if name in self.trainable:
                 raise refusal(
                     f"the step changes parameter {name!r} in place{self._where_changed(name)}; expected changes of "
-                    "buffers and frozen parameters only: compute with a changed copy, or change it between steps"
+                    "buffers and frozen parameters only: compute with a changed copy, or change it between steps; "
+                    "freeze it by requires_grad_(False) if it is not trained, or run the module once before if its "
+                    "first batch sets it"
                 )
         if written_into:
             raise FrozenChangedError(written_into)

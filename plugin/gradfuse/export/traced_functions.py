@@ -194,6 +194,98 @@ def _reduced(rows: Tensor, counted: Tensor, mode: str, reduce: Callable[[Tensor,
     return reduce(torch.where(counted, rows, 0.0), "sum") / number.clamp(min=1.0)
 
 
+def _of_classes(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a loss whose classes may be bytes, which torch.export cannot trace."""
+
+    def of_classes(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return loss(input, target.long() if target.dtype == torch.uint8 else target, *args, **kwargs)
+
+    return of_classes
+
+
+def _transposed(convolve: Callable[..., Tensor], axes: int) -> Callable[..., Tensor]:
+    """Return a transposed convolution whose padding of the output may follow from a size.
+
+    ONNX has it as a constant. The most that it can be is computed, and what is beyond the output is cut off.
+    """
+
+    def transposed(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Tensor:
+        ends = list(output_padding) if isinstance(output_padding, (tuple, list)) else [output_padding]
+        if not any(map(private.is_symbolic, ends)):
+            return convolve(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        (steps, spaces, ends) = (
+            list(one) * (axes // len(one)) if isinstance(one, (tuple, list)) else [one] * axes
+            for one in (stride, dilation, ends)
+        )
+        most = [max(pair) - 1 for pair in zip(steps, spaces, strict=True)]
+        result = convolve(input, weight, bias, stride, padding, most, groups, dilation)
+        for axis, (end, limit) in enumerate(zip(ends, most, strict=True), input.dim() - axes):
+            result = result.narrow(axis, 0, result.shape[axis] - limit + end)
+        return result
+
+    return transposed
+
+
+def diagonal(input: Tensor, offset: Any = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    """The same with an offset that follows from a size."""
+    if not private.is_symbolic(offset):
+        return torch.diagonal(input, offset, dim1, dim2)
+    matrix = input.movedim((dim1, dim2), (-2, -1))
+    rows, columns = matrix.shape[-2:]
+    down, right = torch.sym_max(-offset, 0), torch.sym_max(offset, 0)  # type: ignore[no-untyped-call]
+    count = torch.sym_min(rows - down, columns - right)  # type: ignore[no-untyped-call]
+    places = torch.arange(count, device=input.device)
+    return matrix[..., places + down, places + right]
+
+
+def diag(input: Tensor, diagonal: Any = 0) -> Tensor:
+    """Likewise; a matrix with a diagonal is left to torch."""
+    if not private.is_symbolic(diagonal) or input.dim() == 1:
+        return torch.diag(input, diagonal)
+    return _diagonal(input, diagonal)
+
+
+_diagonal = diagonal
+
+
+def _transform(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a Fourier transform of as many elements as a size says, for which torch.export pads by a constant."""
+
+    def transform(input: Tensor, n: Any = None, dim: int = -1, norm: str | None = None) -> Tensor:
+        if private.is_symbolic(n):
+            size = input.shape[dim]
+            if private.known_true(n >= size):
+                pads = [0, 0] * (input.dim() - dim % input.dim() - 1)
+                input, n = F.pad(input, [*pads, 0, n - size]), None
+            elif private.known_true(n <= size):
+                input, n = input.narrow(dim, 0, n), None
+        return function(input, n, dim, norm)
+
+    return transform
+
+
+def irfft(input: Tensor, n: Any = None, dim: int = -1, norm: str | None = None) -> Tensor:
+    """The same to as many elements as a size says: the real part of the transform of all frequencies.
+
+    onnxruntime's transform of one half takes the size of its result for a constant.
+    """
+    count = input.shape[dim]
+    if not private.is_symbolic(n) or not private.known_true(count == n // 2 + 1):
+        return torch.fft.irfft(input, n, dim, norm)  # type: ignore[no-any-return]
+    others = input.narrow(dim, 1, n - count).flip(dim).conj()
+    whole: Tensor = torch.fft.ifft(torch.cat([input, others], dim), None, dim, norm)
+    return whole.real
+
+
 def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
@@ -237,8 +329,10 @@ def fake_quantize_per_channel_affine(
 
 def data(tensor: Tensor, *of_class: Any) -> Tensor:
     """Read `.data`, which torch.export treats as a constant."""
-    # What is written into the alias of a tensor is lost in a part of the program that is under `no_grad`.
-    return tensor.detach() if tensor.requires_grad else tensor
+    if not tensor.requires_grad:
+        return tensor
+    # What is written into the result of `detach` is lost in a part of the program that is under `no_grad`.
+    return tensor.detach() if torch.is_grad_enabled() else tensor.view_as(tensor)
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
@@ -367,6 +461,16 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch.linspace: linspace,
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
+    **{loss: _of_classes(loss) for loss in (F.cross_entropy, F.nll_loss)},
+    F.conv_transpose1d: _transposed(F.conv_transpose1d, 1),
+    F.conv_transpose2d: _transposed(F.conv_transpose2d, 2),
+    F.conv_transpose3d: _transposed(F.conv_transpose3d, 3),
+    torch.diagonal: diagonal,
+    Tensor.diagonal: diagonal,
+    torch.diag: diag,
+    Tensor.diag: diag,
+    **{function: _transform(function) for function in (torch.fft.fft, torch.fft.ifft, torch.fft.rfft)},
+    torch.fft.irfft: irfft,
     torch.take_along_dim: take_along_dim,
     Tensor.take_along_dim: take_along_dim,
     torch.kron: kron,

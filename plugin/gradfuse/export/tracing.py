@@ -40,6 +40,7 @@ from gradfuse.export.packed_sequences import padded
 from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.selections import CannotSelectError
+from gradfuse.export.size_numbers import SizeNumbers
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.watching import Watch
@@ -104,13 +105,20 @@ def forward_program(
     if step.scales_loss:
         arguments += (torch.ones((), device=step.inputs[0].device),)
         dims += ((None,),)
+    numbers = SizeNumbers()
     shared = evaluation and not native.differentiates and _may_share(step, shapes, taken)
 
     def trace(inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> _Trace:
         given = (*arguments[:2], inputs, targets, *arguments[4:])
-        watch = Watch(step.module) if shared else None
-        with quiet(), sizes.noted(), state.fresh():
-            program = private.exported(_Traced(step, native, taken, watch), given, dims)
+        watch = None
+
+        def once() -> ExportedProgram:
+            nonlocal watch
+            watch = Watch(step.module) if shared else None
+            with quiet(), sizes.noted(), state.fresh():
+                return private.exported(_Traced(step, native, taken, watch), given, dims)
+
+        program = numbers.traced(step, sizes, once)
         for node in reversed(program.graph.nodes):
             # What raised an error has no value; see `selections`.
             if private.has_result(node) and node.meta.get("val") is None and not node.users:
@@ -248,6 +256,7 @@ def decomposed(
             promotion.cast_operands(program)
             promotion.bound_by_floats(program)
             promotion.divide_downwards(program)
+            promotion.round_sizes(program)
             promotion.normalise_in_one_type(program)
             if not narrow:
                 promotion.compute_with_numbers(program)

@@ -19,6 +19,19 @@ def test_extremes_beside_nan(name: str) -> None:
     assert_same(ours, native, torch.randn(3, 4), torch.randn(4))
 
 
+def test_bounds_leave_the_gradient_to_what_is_clamped_at_them() -> None:
+    low, high = torch.tensor(-1.0), torch.tensor([0.5])
+    assert_same(elementwise.clamp, torch.clamp, EDGES, low, high)
+    assert_same(elementwise.clamp, torch.clamp, EDGES, torch.tensor([0.5]), torch.tensor([-1.0]))
+    assert_same(elementwise.clamp, torch.clamp_min, EDGES, low)
+    assert_same(elementwise.clamp_max, torch.clamp_max, EDGES, high)
+
+
+def test_sums_of_masks_are_masks() -> None:
+    a, b = torch.tensor([True, False]), torch.tensor([[True], [False]])
+    assert torch.equal(elementwise.add(a, b), a + b)
+
+
 @pytest.mark.parametrize("number", [None, 2.0, -0.0, -3.0])
 def test_signs_of_others(number: float | None) -> None:
     # PyTorch's gradient of an infinity is NaN.

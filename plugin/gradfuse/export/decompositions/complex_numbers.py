@@ -7,7 +7,7 @@ parts reads these. Fourier transforms stay what they are. This module imports to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +34,17 @@ _LINEAR = (
     aten.view.default, aten._unsafe_view.default, STOP_GRADIENT,
 )  # fmt: skip
 """What does the same to both parts of its first argument, a tensor or a list of them."""
+_JOINED = {
+    aten.copy.default: (0, 1),
+    aten.index_copy.default: (0, 3),
+    aten.index_put.default: (0, 2),
+    aten.masked_fill.Scalar: (0, 2),
+    aten.masked_fill.Tensor: (0, 2),
+    aten.select_scatter.default: (0, 1),
+    aten.slice_scatter.default: (0, 1),
+    aten.where.self: (1, 2),
+}
+"""What does the same to both parts of the numbers at these places among its arguments."""
 
 
 def table(others: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
@@ -44,7 +55,10 @@ def table(others: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., A
     """
     of_complex: dict[Any, Callable[..., Any]] = {
         **{overload: _by_parts(overload) for overload in _LINEAR},
+        **{overload: _by_parts_of(overload, places) for overload, places in _JOINED.items()},
         aten.constant_pad_nd.default: _pad,
+        aten.full.default: _filled(aten.full.default),
+        aten.full_like.default: _filled(aten.full_like.default),
         aten.add.Tensor: lambda a, b, alpha=1: _sum(a, b, alpha),
         aten.sub.Tensor: lambda a, b, alpha=1: _sum(a, b, -alpha),
         aten.rsub.Scalar: lambda a, b, alpha=1: _sum(b, a, -alpha),
@@ -113,6 +127,8 @@ def _is_complex(value: Any) -> bool:
 
 def _parts(value: _Number) -> _Parts:
     """Return real and imaginary part; of a real number, the second is 0."""
+    if private.is_symbolic(value):
+        return value, 0.0
     if not isinstance(value, Tensor):
         return complex(value).real, complex(value).imag
     if not value.is_complex():
@@ -135,6 +151,21 @@ def _by_parts(overload: Any) -> Callable[..., Any]:
         if isinstance(real, Tensor):
             return torch.complex(real, imaginary)
         return [torch.complex(a, b) for a, b in zip(real, imaginary, strict=True)]
+
+    return decompose
+
+
+def _by_parts_of(overload: Any, places: Sequence[int]) -> Callable[..., Any]:
+    def decompose(*args: Any, **kwargs: Any) -> Tensor:
+        pairs = {place: _parts(args[place]) for place in places}
+        both = []
+        for which in range(2):
+            given = list(args)
+            for place, pair in pairs.items():
+                zeros = which == 1 and isinstance(pair[0], Tensor) and not isinstance(pair[1], Tensor)
+                given[place] = torch.zeros_like(pair[0]) if zeros else pair[which]
+            both.append(overload(*given, **kwargs))
+        return torch.complex(*both)
 
     return decompose
 
@@ -179,6 +210,19 @@ def _power(self: Tensor, exponent: Any) -> Any:
 def _pad(self: Tensor, pad: Any, value: complex = 0) -> Tensor:
     ends = complex(value).real, complex(value).imag
     return torch.complex(*(aten.constant_pad_nd(part, pad, end) for part, end in zip(_parts(self), ends, strict=True)))
+
+
+def _filled(overload: Any) -> Callable[..., Any]:
+    def decompose(like: Any, value: complex, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
+        if isinstance(like, Tensor):
+            dtype = dtype or like.dtype
+            like = like.real if like.is_complex() else like
+        if dtype not in _REAL:
+            return overload(like, value, dtype=dtype, **options)
+        parts = (overload(like, part, dtype=_REAL[dtype], **options) for part in _parts(value))
+        return torch.complex(*parts)
+
+    return decompose
 
 
 def _exp(self: Tensor) -> Tensor:

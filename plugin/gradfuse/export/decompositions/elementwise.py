@@ -14,6 +14,10 @@ aten = torch.ops.aten
 def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
     return {
+        aten.add.Tensor: add,
+        aten.clamp.Tensor: clamp,
+        aten.clamp_min.Tensor: clamp,
+        aten.clamp_max.Tensor: clamp_max,
         aten.fmax.default: fmax,
         aten.fmin.default: fmin,
         aten.signbit.default: signbit,
@@ -21,6 +25,30 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.copysign.Scalar: copysign,
         aten.frexp.Tensor: frexp,
     }
+
+
+def add(self: Tensor, other: Any, *, alpha: Any = 1) -> Any:
+    """aten::add of two masks, whose sum is a mask: where one of them is."""
+    if not all(isinstance(one, Tensor) and one.dtype == torch.bool for one in (self, other)):
+        return NotImplemented
+    return self.logical_or(other) if alpha else self.clone()
+
+
+def clamp(self: Tensor, min: Tensor | None = None, max: Tensor | None = None) -> Any:
+    """aten::clamp between tensors: at a bound its gradient is that of `self`.
+
+    torch.onnx translates it as `Max` and `Min`, in which equal numbers share the gradient.
+    """
+    if not self.is_floating_point():
+        return NotImplemented
+    result = self if min is None else torch.where(self < min, min, self)
+    # If the bounds are in the wrong order, PyTorch gives the upper one.
+    return result if max is None else torch.where(result > max, max, result)
+
+
+def clamp_max(self: Tensor, max: Tensor) -> Any:
+    """aten::clamp_max by a tensor."""
+    return clamp(self, None, max)
 
 
 def fmax(self: Tensor, other: Tensor) -> Tensor:

@@ -1,0 +1,277 @@
+"""Functions of Python's numbers that code calls with sizes, as in `int(windows.shape[0] / (height / 7))`.
+
+Python makes a number of its own of a dynamic size there, which would be a constant of the traced program: `int`,
+`float`, `math.sqrt`, `[length] * items`. Where tracing finds that, the step is traced once more with such calls
+rewritten, so that they take sizes; and numbers in tensors, as in `int(self.pointer)`. This module imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradfuse import _torch_private as private
+from gradfuse.export import explaining, rewriting
+from gradfuse.export.selections import CannotSelectError, functions_of
+from gradfuse.export.torch_step import TorchStep
+
+_Result = TypeVar("_Result")
+
+_ROUNDS = 8
+"""How often a step is traced at most, to find all functions that call such functions."""
+
+_NAMES = frozenset(
+    """
+    int float divmod cat stack tensor sqrt log log2 log10 log1p exp ceil floor trunc prod
+    Tensor FloatTensor DoubleTensor IntTensor LongTensor
+    """.split()
+)
+"""The last names of the functions whose calls are rewritten."""
+
+_LINE = re.compile(rf"\b({'|'.join(sorted(_NAMES))})\(")
+
+
+@dataclasses.dataclass
+class SizeNumbers:
+    """The functions of a step whose calls take sizes.
+
+    Attributes:
+        codes: the code of each -> the code that replaces it.
+        lines: the code of each -> the lines that are rewritten.
+    """
+
+    codes: dict[CodeType, CodeType] = dataclasses.field(default_factory=dict)
+    lines: dict[CodeType, frozenset[int]] = dataclasses.field(default_factory=dict)
+
+    def traced(self, step: TorchStep, sizes: explaining.Sizes, trace: Callable[[], _Result]) -> _Result:
+        """Trace a step, again with more functions rewritten as long as a size becomes a constant in others."""
+        for _ in range(_ROUNDS):
+            known = len(sizes.lines)
+            try:
+                with self.installed(step):
+                    result = trace()
+            except (Exception, CannotSelectError) as error:
+                # torch.export has no common base class for what it refuses.
+                if not self._include(step, [*sizes.lines[known:], *explaining.lines_of(error)]):
+                    raise
+            else:
+                if not self._include(step, sizes.lines[known:]):
+                    return result
+        with self.installed(step):
+            return trace()
+
+    @contextlib.contextmanager
+    def installed(self, step: TorchStep) -> Iterator[None]:
+        """Let the functions call what takes sizes."""
+        changed = [(one, one.__code__) for code in self.codes for one in functions_of(code, step)]
+        namespaces = [function.__globals__ for function, _ in changed]
+        try:
+            for namespace in namespaces:
+                namespace[rewriting.NUMBERS] = _Numbers
+            for function, code in changed:
+                function.__code__ = self.codes[code]
+            yield
+        finally:
+            for function, code in changed:
+                function.__code__ = code
+            for namespace in namespaces:
+                namespace.pop(rewriting.NUMBERS, None)
+
+    def _include(self, step: TorchStep, places: Sequence[tuple[CodeType, int]]) -> bool:
+        """Rewrite the calls in lines of functions, which may be rewritten ones; return whether there are new ones."""
+        originals = {new: old for old, new in self.codes.items()}
+        found = False
+        for code, line in places:
+            old = originals.get(code, code)
+            lines = self.lines.get(old, frozenset())
+            if line in lines or not _LINE.search(explaining.line_of(old, line)) or not functions_of(old, step):
+                continue
+            try:
+                self.codes[old] = rewriting.with_numbers(old, lines | {line}, _NAMES)
+            except rewriting.CannotRewriteError:
+                continue
+            self.lines[old] = lines | {line}
+            found = True
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Repeated:
+    """A list of one element as often as a size says, as an argument of a call that is rewritten."""
+
+    element: Any
+    count: Any
+
+
+class _Numbers:
+    """What rewritten functions call."""
+
+    @staticmethod
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, or what takes sizes in its place."""
+        if function in _OF_ONE and len(args) == 1 and isinstance(args[0], Tensor):
+            args = (args[0].item(),)
+        depends = any(map(_depends, (*args, *kwargs.values())))
+        instead = _INSTEAD.get(function) if depends and isinstance(function, Hashable) else None
+        if instead is not None:
+            return instead(*args, **kwargs)
+        return function(*map(_listed, args), **{name: _listed(value) for name, value in kwargs.items()})
+
+    @staticmethod
+    def times(left: Any, right: Any) -> Any:
+        """Multiply a list and a number."""
+        for listed, count in ((left, right), (right, left)):
+            if type(listed) is list and len(listed) == 1 and isinstance(count, torch.SymInt):
+                return _Repeated(listed[0], count)
+        return left * right
+
+
+def _listed(value: Any) -> Any:
+    """Return the list that a repeated element stands for, which makes a constant of the size."""
+    return [value.element] * value.count if isinstance(value, _Repeated) else value
+
+
+def _depends(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_depends, value))
+    return isinstance(value, _Repeated) or private.is_symbolic(value)
+
+
+def _int(value: Any) -> Any:
+    if not isinstance(value, torch.SymFloat):
+        return value if isinstance(value, torch.SymInt) else int(value)
+    if not private.known_true(value >= 0):
+        return math.trunc(value)
+    whole = _whole(value)
+    return math.floor(value) if whole is None else whole
+
+
+def _whole(value: torch.SymFloat) -> torch.SymInt | None:
+    """Return the integer part of a number that is not below 0 as a quotient of sizes; None: floats may be rounded."""
+    import sympy  # type: ignore[import-untyped]
+
+    quotient, _ = _as_quotient(private.expression(value))
+    if quotient is None:
+        return None
+    numerator, divisor = sympy.fraction(sympy.together(quotient))
+    if not divisor.is_Integer or not all(one.is_integer for one in numerator.free_symbols):
+        return None
+    return private.whole_part(value, sympy.expand(numerator), divisor)
+
+
+def _as_quotient(expression: Any) -> tuple[Any, bool]:
+    """Return an expression of floats as one of fractions, and whether floats are exact; None: they may round it up.
+
+    A quotient of exact numbers, divided again or not, is rounded to no integer that it is not.
+    """
+    import sympy
+
+    if expression.is_Integer or expression.is_Symbol:
+        return expression, True
+    if expression.is_Float:
+        fraction = sympy.Rational(*float(expression).as_integer_ratio())
+        return (fraction, True) if fraction.q <= _EXACT_FRACTION else (None, False)
+    parts, exact = zip(*map(_as_quotient, expression.args), strict=True) if expression.args else ((None,), (False,))
+    name = type(expression).__name__
+    if None in parts:
+        return None, False
+    if name == "ToFloat":
+        return parts[0], exact[0]
+    if name in ("FloatTrueDiv", "IntTrueDiv") and exact[1]:
+        of_two = parts[1].is_Rational and parts[1] > 0 and not (parts[1].p & (parts[1].p - 1))
+        return parts[0] / parts[1], exact[0] and of_two
+    if all(exact) and (expression.is_Add or expression.is_Mul):
+        return expression.func(*parts), True
+    return None, False
+
+
+_EXACT_FRACTION = 1 << 16
+
+
+def _of(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
+    """Return a function of Python's numbers as one of tensors, whose results count as numbers in arithmetic."""
+    return lambda value: function(torch.scalar_tensor(value, dtype=torch.float64))
+
+
+def _tensor(values: Any, **settings: Any) -> Tensor:
+    """Make a tensor of a list."""
+    if not isinstance(values, _Repeated):
+        return torch.tensor(values, **settings)
+    one = torch.tensor(values.element, **settings)
+    return one.expand(values.count, *one.shape).clone()
+
+
+def _of_type(dtype: torch.dtype | None) -> Callable[..., Tensor]:
+    """Return what makes a tensor of a type, of a list or of a shape."""
+
+    def make(*values: Any) -> Tensor:
+        wanted = dtype or torch.get_default_dtype()
+        if len(values) == 1 and isinstance(values[0], (list, tuple, _Repeated)):
+            return _tensor(values[0], dtype=wanted)
+        return torch.empty(values, dtype=wanted)
+
+    return make
+
+
+def _cat(tensors: Any, dim: int = 0) -> Tensor:
+    """Join tensors, or one as often as a size says."""
+    if not isinstance(tensors, _Repeated):
+        return torch.cat(tensors, dim)
+    one = tensors.element
+    return one.repeat(*(tensors.count if axis == dim % one.dim() else 1 for axis in range(one.dim())))  # type: ignore[no-any-return]
+
+
+def _stack(tensors: Any, dim: int = 0) -> Tensor:
+    """Likewise along a new axis."""
+    if not isinstance(tensors, _Repeated):
+        return torch.stack(tensors, dim)
+    return _cat(_Repeated(tensors.element.unsqueeze(dim), tensors.count), dim)
+
+
+_OF_ONE = (
+    int,
+    float,
+    math.sqrt,
+    math.log,
+    math.log2,
+    math.log10,
+    math.log1p,
+    math.exp,
+    math.ceil,
+    math.floor,
+    math.trunc,
+)
+"""Functions of one number, which may be in a tensor."""
+
+_INSTEAD: Mapping[Any, Callable[..., Any]] = {
+    int: _int,
+    float: torch.sym_float,
+    divmod: lambda a, b: (a // b, a % b),
+    np.ceil: math.ceil,
+    np.floor: math.floor,
+    np.trunc: math.trunc,
+    np.prod: math.prod,
+    **dict.fromkeys((math.sqrt, np.sqrt), lambda value: value**0.5),
+    **dict.fromkeys((math.log, np.log), _of(torch.log)),
+    **dict.fromkeys((math.log2, np.log2), _of(torch.log2)),
+    **dict.fromkeys((math.log10, np.log10), _of(torch.log10)),
+    **dict.fromkeys((math.log1p, np.log1p), _of(torch.log1p)),
+    **dict.fromkeys((math.exp, np.exp), _of(torch.exp)),
+    torch.tensor: _tensor,
+    torch.Tensor: _of_type(None),
+    torch.FloatTensor: _of_type(torch.float32),
+    torch.DoubleTensor: _of_type(torch.float64),
+    torch.IntTensor: _of_type(torch.int32),
+    torch.LongTensor: _of_type(torch.int64),
+    torch.cat: _cat,
+    torch.stack: _stack,
+}

@@ -1,0 +1,162 @@
+"""Functions of Python's numbers take dynamic sizes, and give what they give for the numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from like_torch import assert_like_torch, trains_like_torch
+from torch import Tensor, nn
+
+from gradfuse import ExportError, TrainingSession, export_training_step
+
+
+class Between(nn.Module):
+    """A function of sequences behind a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(torch.tanh(self.layer(x))).sum(1)
+
+
+def _batch(items: int, length: int) -> Any:
+    torch.manual_seed(length)
+    return (torch.randn(items, length, 4),), (torch.randn(items, 4),)
+
+
+def _windows(h: Tensor) -> Tensor:
+    """As Swin and its like partition pictures, and put them together again."""
+    rows = h[:, :4].reshape(-1, 2, 4)
+    items = int(rows.shape[0] / (4 * 4 / 4 / 2))
+    return rows.cumsum(1).view(items, 2, 2, -1).flatten(1, 2)
+
+
+def _kept(h: Tensor) -> Tensor:
+    """As masked autoencoders keep a share."""
+    kept = int(h.shape[1] * (1 - 0.75))
+    return h[:, :kept] * float(kept)
+
+
+def _share(h: Tensor) -> Tensor:
+    """0.29 times 100 is below 29."""
+    return h[:, : int(0.29 * h.shape[1])]
+
+
+def _scaled(h: Tensor) -> Tensor:
+    items, length = float(len(h)), h.size(1)
+    result: Tensor = h / math.sqrt(length) * np.log(length) / items + math.exp(-length)
+    return result
+
+
+def _lengths(h: Tensor) -> Tensor:
+    """As code for CTC says how long sequences are."""
+    lengths = torch.IntTensor([h.size(1)] * h.size(0))
+    return h * (1 / lengths)[:, None, None] + torch.Tensor([h.size(1)]) * h.square()
+
+
+def _joined(h: Tensor) -> Tensor:
+    """As capsules repeat their weights."""
+    row, rows = torch.linspace(0.5, 1.5, 4), [1, h.size(1) // 2]
+    weights = torch.cat([row[None]] * h.size(0), dim=0) + torch.stack([row] * len(h))
+    result: Tensor = h * weights[:, None] * torch.tensor(rows)[0] * torch.tensor([[2.0]] * h.size(1))
+    return result
+
+
+def _divided(h: Tensor) -> Tensor:
+    parts, rest = divmod(h.shape[1], 2)
+    result: Tensor = h[:, rest:].reshape(h.shape[0], parts, 2, 4).prod(2) + np.ceil(h.shape[1] / 2)
+    return result
+
+
+def _of_a_product(h: Tensor) -> Tensor:
+    """Of floats, 1 / 49 * 49 is less than 1."""
+    return h * int(h.shape[1] / 49 * 49)
+
+
+FUNCTIONS = [_windows, _kept, _share, _scaled, _lengths, _joined, _divided, _of_a_product]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.sampled(every=4)
+def test_functions_of_numbers_take_sizes(function: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    module = Between(function)
+    code = function.__code__
+    shapes: Any = ({0: "batch", 1: "length"},), ({0: "batch"},)
+    step = export_training_step(module, F.mse_loss, _batch(3, 12), dynamic_shapes=shapes, fuse=False)
+    for items, length in ((5, 100), (2, 49), (7, 9)):
+        assert_like_torch(step, module, F.mse_loss, _batch(items, length))
+    assert function.__code__ is code and "gradfuse_numbers" not in globals()
+
+
+def _listed(h: Tensor) -> Tensor:
+    return h * torch.tensor(sorted([2.0] * h.size(1)))[:, None]
+
+
+def test_a_list_that_is_as_long_as_a_size_is_refused_where_it_goes_elsewhere() -> None:
+    shapes: Any = ({1: "length"},), (None,)
+    with pytest.raises(ExportError, match=r"axis 1 of 'x' has size 12 in all of the traced step, by _listed \("):
+        export_training_step(Between(_listed), F.mse_loss, _batch(3, 12), dynamic_shapes=shapes)
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.layer(x[:, : int(x.shape[1] / 2)]).sum(1)  # type: ignore[no-any-return]
+        return self.layer(x[:, : int(x.shape[1] * 0.75)]).sum(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.long
+def test_evaluation_models_take_sizes_too() -> None:
+    module = Keeping()
+    shapes: Any = ({1: "length"},), (None,)
+    step = export_training_step(module, F.mse_loss, _batch(3, 12), dynamic_shapes=shapes, evaluation=True, fuse=False)
+    assert step.evaluation_model is not None
+    (x,), _ = _batch(3, 31)
+    np.testing.assert_allclose(TrainingSession(step).evaluate(x), module.eval()(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+class Queue(nn.Module):
+    """As momentum contrast keeps keys of earlier batches, at a pointer."""
+
+    queue: Tensor
+    pointer: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("queue", torch.linspace(-1.0, 1.0, 24).view(4, 6))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys: Tensor = self.layer(x)
+        scores: Tensor = keys @ self.queue.clone().detach()
+        first = int(self.pointer)
+        with torch.no_grad():
+            self.queue[:, first : first + len(keys)] = keys.T
+            self.pointer[0] = (first + len(keys)) % 6
+        shifted = torch.roll(scores, -int(scores.detach().mean(0).argmax()), 1)
+        return shifted / math.sqrt(scores.detach().square().sum())
+
+
+def test_numbers_in_tensors_are_computed_with() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Queue()
+
+    batches = [((torch.randn(2, 4),), (torch.randn(2, 6),)) for _ in range(4)]
+    session = trains_like_torch(make, F.mse_loss, batches, fuse=False)
+    assert session.state_dict()["pointer"].tolist() == [2]
