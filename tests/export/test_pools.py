@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from like_torch import assert_like_torch
 from torch import Tensor, nn
 from training_models import autograd, run
 
@@ -77,3 +78,37 @@ def test_steps_pool_at_other_sizes(axes: int, settings: Sequence[Any], fused: bo
         terms = 8 * max(np.abs(array).max() for array in exact.values())
         for name, result in run(step, other, kernels=fused).items():
             assert_gradients_close(result, native[name], exact[name], result.dtype, terms=terms)
+
+
+def _whole_axes(x: Tensor) -> Tensor:
+    """As TextCNN and GeM pool."""
+    rows = x.flatten(2)
+    found = [
+        F.max_pool1d(rows, rows.size(2)).sum(),
+        F.avg_pool2d(x.clamp(min=1e-6).pow(3), (x.size(-2), x.size(-1))).pow(1 / 3).sum(),
+        F.max_pool2d(x, (x.size(2), 3), stride=2, padding=(0, 1)).square().sum(),
+        F.avg_pool2d(x, (3, x.size(3)), stride=(2, 1), padding=(1, 0)).square().sum(),
+    ]
+    return x * torch.stack(found).sum()
+
+
+def _ties(x: Tensor) -> Tensor:
+    """Of equal numbers the first one has the gradient."""
+    steps = x + ((x * 2).round() / 2 - x).detach()
+    across = F.max_pool2d(steps, (2, x.size(3)), stride=(2, 1)) + F.max_pool2d(steps, (x.size(2), 1), stride=1).mean()
+    return x * (F.max_pool2d(steps, x.size()[2:]) + across.square().sum())
+
+
+@pytest.mark.parametrize("function", [_whole_axes, _ties])
+def test_windows_as_long_as_an_axis(function: Callable[[Tensor], Tensor]) -> None:
+    class Pooled(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(super().forward(x))
+
+    torch.manual_seed(0)
+    module, axes = Pooled(3, 2, 1), {0: "batch", 2: "height", 3: "width"}
+    batch = torch.randn(2, 3, 6, 7), torch.randn(2, 2, 6, 7)
+    step = export_training_step(module, F.mse_loss, batch, dynamic_shapes=(axes, axes), verify="quick")
+    for height, width in ((4, 9), (11, 5)):
+        batch = torch.randn(3, 3, height, width), torch.randn(3, 2, height, width)
+        assert_like_torch(step, module, F.mse_loss, batch)

@@ -365,7 +365,7 @@ def test_pictures_of_any_size_are_sampled_at_places_that_follow_from_it(
     module = Placed(place, padding_mode=padding)
     batch = torch.randn(2, 3, 6, 7), torch.randn(2, 4, 6, 7)
     axes = {0: "batch", 2: "height", 3: "width"}
-    step = export_training_step(module, F.mse_loss, batch, dynamic_shapes=(axes, axes))
+    step = export_training_step(module, F.mse_loss, batch, dynamic_shapes=(axes, axes), verify="quick")
     assert not any(node.op_type == "GatherND" for node in step.model.graph.node)
     assert_like_torch(step, module, F.mse_loss, (torch.randn(3, 3, 5, 9), torch.randn(3, 4, 5, 9)))
 
@@ -394,3 +394,30 @@ def test_numbers_that_follow_from_a_size_round_as_in_python(number: Callable[[An
     step = export_training_step(module, F.mse_loss, batch, dynamic_shapes=(axes, axes), verify="quick")
     for length in (4, 7, 22):
         assert_like_torch(step, module, F.mse_loss, (torch.randn(2, length, 2) * 9, torch.randn(2, length, 2)))
+
+
+def filtered(x: Tensor) -> Tensor:
+    result: Tensor = torch.fft.irfft2(torch.fft.rfft2(x, norm="ortho") * 0.5, s=x.shape[2:], norm="ortho")
+    return result
+
+
+def convolved(x: Tensor) -> Tensor:
+    sizes = [2 * size for size in x.shape[2:]]
+    spectrum = torch.fft.rfftn(x, s=sizes, dim=(2, 3))
+    result: Tensor = torch.fft.irfftn(spectrum * spectrum, s=sizes, dim=(2, 3))[:, :, : x.shape[2], : x.shape[3]]
+    return result
+
+
+@pytest.mark.parametrize("function", [filtered, convolved])
+def test_transforms_of_several_axes_of_any_size(function: Callable[[Tensor], Tensor]) -> None:
+    class Transformed(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(super().forward(x))
+
+    torch.manual_seed(0)
+    module, axes = Transformed(3, 2, 1), {2: "height", 3: "width"}
+    batch = torch.randn(2, 3, 6, 7), torch.randn(2, 2, 6, 7)
+    step = export_training_step(module, F.mse_loss, batch, dynamic_shapes=(axes, axes), verify="quick")
+    for height, width in ((4, 9), (7, 10)):
+        batch = torch.randn(2, 3, height, width), torch.randn(2, 2, height, width)
+        assert_like_torch(step, module, F.mse_loss, batch)

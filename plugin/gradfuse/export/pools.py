@@ -2,7 +2,8 @@
 
 PyTorch traces `max_pool1d` for one length. With `ceil_mode` it drops a last window that would begin behind the input
 and its padding: whether there is one depends on the sizes, and PyTorch takes what holds for those of the example. The
-windows of adaptive average pooling follow from the sizes; here a product with a matrix adds up what is in each.
+windows of adaptive average pooling follow from the sizes; here a product with a matrix adds up what is in each. A
+window as long as its axis, `F.max_pool1d(x, x.shape[2])`, would have the length of the example.
 
 This module imports torch.
 """
@@ -20,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gradfuse import _torch_private as private
+
 _AXES = {
     F.max_pool1d: 1,
     F.max_pool2d: 2,
@@ -28,6 +31,7 @@ _AXES = {
     torch.max_pool2d: 2,
     torch.max_pool3d: 3,
 }
+_AVERAGES = {torch.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}
 _ADAPTIVE = {
     F.adaptive_avg_pool1d: 1,
     F.adaptive_avg_pool2d: 2,
@@ -48,6 +52,10 @@ def sized() -> Iterator[None]:
 
 class _Sized(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _AXES or func in _AVERAGES:
+            pooled = _over_whole_axes(func, args, kwargs or {})
+            if pooled is not None:
+                return pooled
         settings = dict(kwargs or {})
         if func in _AXES and 0 < len(args) <= _SETTINGS and not settings.pop("return_indices", False):
             axes = _AXES[func]
@@ -62,6 +70,67 @@ class _Sized(TorchFunctionMode):
             if bound.arguments["mode"] == "area":
                 return _area(func, bound)
         return func(*args, **(kwargs or {}))
+
+
+def _given_maximum(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> None:
+    """Has the arguments of maximum pooling."""
+
+
+def _given_average(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> None:
+    """Has the arguments of average pooling."""
+
+
+def _over_whole_axes(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """Pool where windows are as long as their axes; None: where another window follows from a size, or none does."""
+    is_average = func in _AVERAGES
+    bound = inspect.signature(_given_average if is_average else _given_maximum).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    axes, input = (_AVERAGES if is_average else _AXES)[func], given["input"]
+    kernel = _per_axis(given["kernel_size"], axes)
+    if all(isinstance(size, int) for size in kernel):
+        return None
+    paddings, dilations = _per_axis(given["padding"], axes), _per_axis(given.get("dilation", 1), axes)
+    strides = kernel if given["stride"] in (None, (), []) else _per_axis(given["stride"], axes)
+    whole = [
+        private.known_true(window == size) and padding == 0 and dilation == 1
+        for window, size, padding, dilation in zip(kernel, input.shape[-axes:], paddings, dilations, strict=True)
+    ]
+    follows = any(not isinstance(window, int) for window, covers in zip(kernel, whole, strict=True) if not covers)
+    if follows or given.get("return_indices") or given.get("divisor_override") is not None:
+        return None
+    # Of equal numbers the first gets the gradient: that with the least index of the first axis, then of the next one.
+    for axis in reversed(range(axes)):
+        if whole[axis]:
+            along = axis - axes
+            input = input.mean(along, keepdim=True) if is_average else input.max(along, keepdim=True).values
+        else:
+            window, step, pad, space = (
+                [one[axis] if k == axis else rest for k in range(axes)]
+                for one, rest in ((kernel, 1), (strides, 1), (paddings, 0), (dilations, 1))
+            )
+            if is_average:
+                input = func(input, window, step, pad, given["ceil_mode"], given["count_include_pad"])
+            else:
+                input = pool(axes, input, window, step, pad, space, given["ceil_mode"])
+    pooled: Tensor = input
+    return pooled
 
 
 def _given_adaptive(input: Tensor, output_size: Any) -> None:

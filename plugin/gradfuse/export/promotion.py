@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from gradfuse import _torch_private as private
 
 aten = torch.ops.aten
 
@@ -84,7 +85,7 @@ def divide_downwards(program: ExportedProgram) -> None:
         if node.target is not operator.floordiv or not isinstance(node.meta.get("val"), torch.SymInt):
             continue
         number, divisor = (one.meta["val"] if isinstance(one, Node) else one for one in node.args)
-        if statically_known_true(number >= 0) and statically_known_true(divisor >= 0):
+        if private.known_true(number >= 0) and private.known_true(divisor >= 0):
             continue
         with graph.inserting_before(node):
             rest = graph.call_function(operator.mod, node.args)

@@ -279,11 +279,29 @@ def irfft(input: Tensor, n: Any = None, dim: int = -1, norm: str | None = None) 
     onnxruntime's transform of one half takes the size of its result for a constant.
     """
     count = input.shape[dim]
-    if not private.is_symbolic(n) or not private.known_true(count == n // 2 + 1):
+    length = 2 * (count - 1) if n is None else n
+    if not private.is_symbolic(length) or not private.known_true(count == length // 2 + 1):
         return torch.fft.irfft(input, n, dim, norm)  # type: ignore[no-any-return]
-    others = input.narrow(dim, 1, n - count).flip(dim).conj()
+    others = input.narrow(dim, 1, length - count).flip(dim).conj()
     whole: Tensor = torch.fft.ifft(torch.cat([input, others], dim), None, dim, norm)
     return whole.real
+
+
+def irfftn(input: Tensor, s: Any = None, dim: Any = None, norm: str | None = None) -> Tensor:
+    """Likewise, of several axes."""
+    count = len(s if s is not None else dim if dim is not None else input.shape)
+    axes = list(range(-count, 0)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    sizes = [*(input.shape[axis] for axis in axes[:-1]), None] if s is None else list(s)
+    if len(sizes) != len(axes) or not any(map(private.is_symbolic, (*sizes, *input.shape))):
+        return torch.fft.irfftn(input, s, dim, norm)  # type: ignore[no-any-return]
+    for size, axis in zip(sizes[:-1], axes[:-1], strict=True):
+        same = private.known_true(size == input.shape[axis])
+        input = torch.fft.ifft(input, None if same else size, axis, norm)
+    return irfft(input, sizes[-1], axes[-1], norm)
+
+
+def irfft2(input: Tensor, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> Tensor:
+    return irfftn(input, s, dim, norm)
 
 
 def gaussian_nll_loss(
@@ -471,6 +489,8 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = {
     Tensor.diag: diag,
     **{function: _transform(function) for function in (torch.fft.fft, torch.fft.ifft, torch.fft.rfft)},
     torch.fft.irfft: irfft,
+    torch.fft.irfft2: irfft2,
+    torch.fft.irfftn: irfftn,
     torch.take_along_dim: take_along_dim,
     Tensor.take_along_dim: take_along_dim,
     torch.kron: kron,
