@@ -117,11 +117,7 @@ void Run(const MatmulNBitsArgs& args, const ParallelFor& parallel) {
   if (args.output.NumElements() == 0) return;
   WithShortFloatType(args.input.dtype, [&](auto type) {
     using T = decltype(type);
-    switch (args.bits) {
-      case 2: return RunTyped<T, 2>(args, parallel);
-      case 4: return RunTyped<T, 4>(args, parallel);
-      default: return RunTyped<T, 8>(args, parallel);
-    }
+    WithBits(args.bits, [&](auto bits) { RunTyped<T, decltype(bits)::value>(args, parallel); });
   });
 }
 

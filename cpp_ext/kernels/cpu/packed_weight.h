@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
+#include <type_traits>
 
 #include "gradfuse/packed_weight.h"
 #include "gradfuse/parallel.h"
@@ -18,6 +18,16 @@ constexpr int64_t kTileRows = 6;  // whose sums are in registers
 // few.
 constexpr int64_t kMostTogether = 4;
 constexpr int64_t kFewTasks = 16;
+
+// Calls use(bits) with a number that the compiler knows: 2, 4 or 8.
+template <class Use>
+void WithBits(int64_t bits, const Use& use) {
+  switch (bits) {
+    case 2: return use(std::integral_constant<int, 2>());
+    case 4: return use(std::integral_constant<int, 4>());
+    default: return use(std::integral_constant<int, 8>());
+  }
+}
 
 // Neighbouring columns of neighbouring rows of a weight, within a block of each row.
 struct PackedPart {
