@@ -57,7 +57,7 @@ HWY_AFTER_NAMESPACE();
 namespace gradfuse::cpu {
 namespace {
 
-constexpr int64_t kAhead = 64;  // bytes: the next line of the cache
+constexpr int64_t kLine = 64;  // bytes of a line of the cache
 
 template <class T, int kBits>
 void RunTyped(const MatmulNBitsArgs& args, const ParallelFor& parallel) {
@@ -83,13 +83,16 @@ void RunTyped(const MatmulNBitsArgs& args, const ParallelFor& parallel) {
       for (int64_t begin = at; begin < std::min(depth, at + kDeep); begin += kPanel) {
         const int64_t end = std::min(begin + kPanel, args.Blocks() * args.BlockSize());
         for (int64_t i = 0; i < kPanel; ++i) places[i] = i;
+        ForEachPart(args, begin, end, [&](int64_t from, int64_t to) {
+          ForEachPlace<kBits>(to - from,
+                              [&](int64_t place, int64_t i) { places[from - begin + place] = from - begin + i; });
+        });
         for (int64_t panel = 0; panel < panels; ++panel) {
           const int64_t row = column + panel * kPanel;
           ForEachPart(args, begin, end, [&](int64_t from, int64_t to) {
-            ForEachPlace<kBits>(to - from,
-                                [&](int64_t place, int64_t i) { places[from - begin + place] = from - begin + i; });
             PackedPart part = PartOf(args, row, std::min(kPanel, columns - row), from, to);
-            part.numbers_ahead = kAhead;
+            part.numbers_ahead = kLine;
+            part.scales_ahead = kLine / static_cast<int64_t>(sizeof(T));
             dequantize(part, scales, floats[0].numbers + (from - begin));
           });
           turn(floats[0].numbers, places, turned[static_cast<size_t>(panel * kDeep + begin - at)].numbers);
