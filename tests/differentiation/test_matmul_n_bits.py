@@ -166,6 +166,26 @@ def test_products_of_whole_numbers_stay_onnxruntimes(level: int, name: str) -> N
     assert not any(node.domain == "aclnn" for node in plain.model.graph.node)
 
 
+def test_products_that_share_bytes_keep_scales_of_their_own() -> None:
+    """An exporter or an optimizer may have merged equal tensors."""
+    one, other = quantised(64, 64), quantised(64, 64, name="v", seed=1)
+    shared = [one.node("scaled", "a"), other.node("scaled", "b")]
+    shared[1].input[1] = shared[0].input[1]
+    scale = numpy_helper.from_array(np.linspace(0.5, 1.5, 64, dtype=np.float32), "scale")
+    nodes = [onnx.helper.make_node("Mul", ["x", "scale"], ["scaled"]), *shared]
+    nodes.append(onnx.helper.make_node("Sub", ["a", "b"], ["y"]))
+    info: tuple[Infos, Infos] = {"x": (np.float32, ["M", 64])}, {"y": (np.float32, ["M", 64])}
+    model = model_of(nodes, *info, [*one.initializers(), other.initializers()[1], scale], 18)
+    step = build_training_step(model, "mse", trainable=["scale"])
+    rng = np.random.default_rng(4)
+    x, target = (rng.standard_normal((3, 64)).astype(np.float32) for _ in range(2))
+    found = run(step.model, {"x": x, "target": target, **step.parameters}, kernels=True)
+    scales = (one.inputs["w_scales"].astype(float), other.inputs["v_scales"].astype(float))
+    weight = one.weight - one.weight / np.repeat(scales[0], 16, 1) * np.repeat(scales[1], 16, 1)
+    exact = np.mean(((x * step.parameters["scale"]).astype(float) @ weight.T - target) ** 2)
+    assert abs(found["loss"] - exact) <= 64 * np.finfo(np.float32).eps * exact
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_operator_has_gradients_of_its_own(bits: int) -> None:
     """In a model that somebody wrote with it, of input and bias."""

@@ -285,14 +285,18 @@ def share_packed_weights(graph: ir.Graph) -> None:
     for backward in list(graph):
         if backward.op_type != "MatmulNBitsBackward" or backward.domain != DOMAIN:
             continue
-        weight = backward.inputs[1]
-        for node in list(weight.consumers() if weight is not None else ()):
-            in_integers = attribute(node, "accuracy_level", 0) >= _IN_INTEGERS
-            if (node.op_type, node.domain) != ("MatMulNBits", _MICROSOFT) or node.graph is not graph or in_integers:
+        packed, bits = [*backward.inputs[1:], None][:3], backward.attributes["bits"]
+        for node in list(packed[0].consumers() if packed[0] is not None else ()):
+            if (node.op_type, node.domain) != ("MatMulNBits", _MICROSOFT) or node.graph is not graph:
                 continue
-            bias = node.inputs[5] if len(node.inputs) > 5 else None
-            inputs = [node.inputs[0], *backward.inputs[1:], *[None] * (4 - len(backward.inputs)), bias]
-            fused = ir.Node(DOMAIN, "MatmulNBits", inputs, [backward.attributes["bits"]], name=node.name)
+            inputs = [*node.inputs, *[None] * 6][:6]
+            # Equal bytes may be one tensor with other scales.
+            if inputs[1:4] != packed or attribute(node, "bits", 4) != bits.as_int():
+                continue
+            if attribute(node, "accuracy_level", 0) >= _IN_INTEGERS:
+                continue
+            stored = [inputs[0], *packed, inputs[5]]
+            fused = ir.Node(DOMAIN, "MatmulNBits", stored, [bits], name=node.name)
             old, output = node.outputs[0], fused.outputs[0]
             output.name, output.type, output.shape = old.name, old.type, old.shape
             graph.insert_before(node, fused)

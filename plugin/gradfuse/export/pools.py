@@ -98,16 +98,17 @@ def _given_average(
 
 def _over_whole_axes(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """Pool where windows are as long as their axes; None: where another window follows from a size, or none does."""
+    windows = args[1] if len(args) > 1 else kwargs.get("kernel_size")
+    if not any(isinstance(one, torch.SymInt) for one in (windows if isinstance(windows, (list, tuple)) else [windows])):
+        return None
     is_average = func in _AVERAGES
     bound = inspect.signature(_given_average if is_average else _given_maximum).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     axes, input = (_AVERAGES if is_average else _AXES)[func], given["input"]
     kernel = _per_axis(given["kernel_size"], axes)
-    if all(isinstance(size, int) for size in kernel):
-        return None
     paddings, dilations = _per_axis(given["padding"], axes), _per_axis(given.get("dilation", 1), axes)
-    strides = kernel if given["stride"] in (None, (), []) else _per_axis(given["stride"], axes)
+    strides = _strides(given["stride"], kernel)
     whole = [
         private.known_true(window == size) and padding == 0 and dilation == 1
         for window, size, padding, dilation in zip(kernel, input.shape[-axes:], paddings, dilations, strict=True)
@@ -182,8 +183,7 @@ def pool(
 ) -> Tensor:
     """Maximum pooling over the last axes, as PyTorch's `max_pool1d`, 2d and 3d, in steps whose sizes are formulas."""
     kernel = _per_axis(kernel_size, axes)
-    # A list without elements is no stride as well.
-    strides = kernel if stride is None or stride == () or stride == [] else _per_axis(stride, axes)
+    strides = _strides(stride, kernel)
     paddings, dilations = _per_axis(padding, axes), _per_axis(dilation, axes)
     widths = [dilation * (size - 1) + 1 for size, dilation in zip(kernel, dilations, strict=True)]
     legal = all(0 <= 2 * pad <= size for pad, size in zip(paddings, kernel, strict=True))
@@ -202,6 +202,12 @@ def pool(
         return _POOLS[axes](input, kernel, strides, paddings, dilations, ceil_mode)
     row = torch.max_pool2d(input.unsqueeze(-2), [1, *kernel], [1, *strides], [0, *paddings], [1, *dilations], ceil_mode)
     return row.squeeze(-2)
+
+
+def _strides(stride: Any, kernel: list[int]) -> list[int]:
+    # A list without elements is no stride as well.
+    is_given = stride is not None and not (isinstance(stride, (list, tuple)) and not stride)
+    return _per_axis(stride, len(kernel)) if is_given else kernel
 
 
 def _per_axis(value: int | Sequence[int], axes: int) -> list[int]:

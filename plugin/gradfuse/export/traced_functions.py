@@ -292,7 +292,8 @@ def irfftn(input: Tensor, s: Any = None, dim: Any = None, norm: str | None = Non
     count = len(s if s is not None else dim if dim is not None else input.shape)
     axes = list(range(-count, 0)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     sizes = [*(input.shape[axis] for axis in axes[:-1]), None] if s is None else list(s)
-    if len(sizes) != len(axes) or not any(map(private.is_symbolic, (*sizes, *input.shape))):
+    as_they_are = any(isinstance(size, int) and size < 0 for size in sizes)
+    if as_they_are or len(sizes) != len(axes) or not any(map(private.is_symbolic, (*sizes, *input.shape))):
         return torch.fft.irfftn(input, s, dim, norm)  # type: ignore[no-any-return]
     for size, axis in zip(sizes[:-1], axes[:-1], strict=True):
         same = private.known_true(size == input.shape[axis])
