@@ -1,8 +1,9 @@
 """What `fuse` does to a model.
 
-1. A context opens (matching/context.py). Types and shapes that the exporter left out are inferred (shapes.py). Each
-   graph of the model becomes a site (matching/site.py), where every value has a canonical form (reading/, algebra/):
-   equal computations have equal forms, however an exporter wrote them.
+1. A context opens (matching/context.py). Types and shapes that the exporter left out are inferred (shapes.py), and
+   nodes that compute the same are one for the time being (matching/duplicates.py). Each graph of the model becomes a
+   site (matching/site.py), where every value has a canonical form (reading/, algebra/): equal computations have equal
+   forms, however an exporter wrote them.
 2. For each operator, a pass goes through the graphs from their ends (`<stem>.py`, matching/fuse_pass.py). For a value
    with something of the operator's form
 
@@ -14,7 +15,8 @@
    Each success becomes a `Fusion` in the context's report; whatever came close becomes a `NearMiss`, with the reason.
 3. What is left is searched for known bugs of exporters (diagnosis/exporter_bugs.py). `explain` also wants the backward
    regions that no rule proposed (diagnosis/unmatched.py).
-4. The context closes: the inferred types and shapes are dropped, and the report comes out.
+4. The context closes: merged nodes whose results are still read are there again, the inferred types and shapes are
+   dropped, and the report comes out.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from gradfuse import custom_ops
 from gradfuse.passes import shapes
 from gradfuse.passes.matching.contractions import Contractions
+from gradfuse.passes.matching.duplicates import Duplicates
 from gradfuse.passes.matching.graphs import Names
 from gradfuse.passes.matching.site import Site
 from gradfuse.passes.progress import Progress
@@ -36,6 +37,7 @@ class Context:
         self._sites: dict[ir.Graph, Site] = {}
         self._inferred: list[tuple[ir.Value, ir.TypeProtocol | None, ir.Shape | None]] = []
         self._products: list[Contractions] = []
+        self._duplicates: list[Duplicates] = []
 
     def __enter__(self) -> Context:
         graphs = _graphs(self.model)
@@ -45,6 +47,7 @@ class Context:
         names |= {str(v.name) for g in graphs for v in (*g.inputs, *g.initializers.values())}
         names |= {str(n.name) for g in graphs for n in g}
         shared = Names(names)
+        self._duplicates = [Duplicates(graph) for graph in graphs]
         self._products = [Contractions(graph, shared.fresh) for graph in graphs]
         functions = {f.graph for f in self.model.functions.values()}
         for graph, opset in graphs.items():
@@ -62,6 +65,8 @@ class Context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for duplicates in self._duplicates:
+            duplicates.restore()
         # The body of a fused operator is chosen by the types and ranks of its inputs, and ONNX wants those of outputs.
         fused = [n for g in _graphs(self.model) for n in g if n.domain == custom_ops.DOMAIN]
         needed = {value for node in fused for value in node.inputs if value is not None}
@@ -72,7 +77,7 @@ class Context:
                 value.type, value.shape = type_, shape
         for products in self._products:
             products.restore()
-        self._sites, self._inferred, self._products = {}, [], []
+        self._sites, self._inferred, self._products, self._duplicates = {}, [], [], []
 
     def _infer(self, values: list[ir.Value], given: set[str]) -> set[str]:
         """Gives values the types and shapes that follow; the names of dimensions that this invents."""

@@ -110,6 +110,7 @@ def superfluous(site: Site, rewrite: Rewrite) -> list[ir.Node]:
     needed = {v for node in rewrite.nodes for v in node.inputs if v is not None}
     roots = [root for root, _ in rewrite.replaced]
     producers = [producer for root in roots if (producer := root.producer()) is not None]
+    read = site.unread_behind(needed)
     if any(v not in roots and (v.uses() or v.is_graph_output()) for node in producers for v in node.outputs):
         return []
     if len(producers) < len(roots) or any(root in needed for root in roots):
@@ -127,7 +128,7 @@ def superfluous(site: Site, rewrite: Rewrite) -> list[ir.Node]:
             if all(
                 not v.is_graph_output()
                 and v not in needed
-                and all(u.node in gone or u.node in site.unread for u in v.uses())
+                and all(u.node in gone or (u.node in site.unread and u.node not in read) for u in v.uses())
                 for v in node.outputs
             ):
                 leaving = [node, *_unread_behind(site, node, gone)]
@@ -190,6 +191,7 @@ def apply(site: Site, rewrite: Rewrite, dead: Sequence[ir.Node], anchor: ir.Node
     replaced = names_of(dead)
     site.graph.insert_before(anchor, rewrite.nodes)
     site.forms.place(rewrite.nodes, anchor)
+    site.unread -= site.unread_behind(v for node in rewrite.nodes for v in node.inputs if v is not None)
     for node in rewrite.nodes:
         node.metadata_props["gradfuse.rule"] = rewrite.rule
     for node in rewrite.fused:

@@ -78,7 +78,7 @@ class Site:
                 self.enter(value, k)
         self._differences = self._subtractions()
         self.unread = self._unread()
-        """Nodes of the graph as it was given that no output of it depends on."""
+        """Nodes that no output depends on: of those of the graph as it was given, what no rewrite reads by now."""
         self.parts_of_outputs = self._linear_parts()
         """The values that linear operations alone take into an output of the graph as it was given, or a YieldOp."""
 
@@ -325,6 +325,16 @@ class Site:
                 v.is_graph_output() or any(use.node not in found for use in v.uses()) for v in node.outputs
             ):
                 found.add(node)
+        return found
+
+    def unread_behind(self, values: Iterable[ir.Value]) -> set[ir.Node]:
+        """Those of the nodes that nothing reads of which values are computed."""
+        found, todo = set[ir.Node](), list(values)
+        while todo:
+            node = todo.pop().producer()
+            if node is not None and node in self.unread and node not in found:
+                found.add(node)
+                todo += [v for v in node.inputs if v is not None]
         return found
 
     def _linear_parts(self) -> set[ir.Value]:

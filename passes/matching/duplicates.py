@@ -1,0 +1,164 @@
+"""Nodes that compute the same, as activation checkpointing and plain exporters leave them: one, while a search runs.
+
+A gradient is found by what it reads. Where part of it reads one result and part of it another of the same computation,
+the two are one value for the time of the search. What no rewrite has taken comes back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from gradfuse.passes.matching.graphs import TOLERANCE, graphs_in
+
+_DRAWS = frozenset(
+    {
+        *("Bernoulli", "Dropout", "Multinomial"),
+        *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+    }
+)
+_SMALL = 64
+"""Constants of at most so many elements are compared by their numbers."""
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """A node that was taken out, and the one that stands for it.
+
+    Attributes:
+        inputs: what it read.
+        results: of the other, as they were.
+        readers: the nodes that read its results, by which input, and which result of the other they read now.
+    """
+
+    node: ir.Node
+    inputs: Sequence[ir.Value | None]
+    first: ir.Node
+    results: Sequence[ir.Value]
+    readers: Sequence[tuple[ir.Node, int, ir.Value]]
+
+
+class Duplicates:
+    """The nodes of a graph that were merged with earlier ones.
+
+    Draws, operators of other domains and nodes with graphs of their own stay. Equal parameters are different values:
+    they may be trained.
+
+    Args:
+        graph: the graph; it is changed.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        firsts = _firsts(graph)
+        self._order: list[ir.Node] = list(graph) if firsts else []
+        self._merged: dict[ir.Node, _Merged] = {}
+        for node, first in firsts.items():
+            results = first.outputs
+            both = zip(node.outputs, results, strict=True)
+            readers = [(use.node, use.idx, same) for value, same in both for use in value.uses()]
+            for reader, index, same in readers:
+                reader.replace_input_with(index, same)
+            self._merged[node] = _Merged(node, node.inputs, first, results, readers)
+        for node in firsts:
+            # What is a result of the graph is computed again, as it was.
+            if not any(value.is_graph_output() for value in node.outputs):
+                graph.remove(node, safe=True)
+
+    def restore(self) -> None:
+        """Put back the nodes whose results something still reads."""
+        after: ir.Node | None = None
+        for node in reversed(self._order):
+            one = self._merged.get(node)
+            if one is not None and self._is_wanted(one):
+                self._put_back(one, after)
+            if node.graph is self._graph:
+                after = node
+
+    def _is_wanted(self, one: _Merged) -> bool:
+        reads = (reader.inputs[index] is same for reader, index, same in one.readers)
+        return one.first.graph is self._graph and any(reads)
+
+    def _put_back(self, one: _Merged, after: ir.Node | None) -> None:
+        node = one.node
+        if node.graph is None:
+            for index, (value, other) in enumerate(zip(one.inputs, one.first.inputs, strict=True)):
+                node.replace_input_with(index, value if self._is_there(value) else other)
+            if after is None:
+                self._graph.append(node)
+            else:
+                self._graph.insert_before(after, node)
+        for reader, index, same in one.readers:
+            if reader.inputs[index] is same:
+                reader.replace_input_with(index, node.outputs[one.results.index(same)])
+
+    def _is_there(self, value: ir.Value | None) -> bool:
+        """Whether a node that is put back may read what it read."""
+        if value is None or value.is_graph_input() or value.is_initializer():
+            return True
+        node = value.producer()
+        return node is not None and node.graph is not None
+
+
+def _firsts(graph: ir.Graph) -> dict[ir.Node, ir.Node]:
+    """Nodes that compute numbers which an earlier one computes, each with that."""
+    found: dict[ir.Node, ir.Node] = {}
+    known: dict[Hashable, ir.Node] = {}
+    same: dict[ir.Value, Hashable] = {}
+
+    def key(value: ir.Value | None) -> Hashable:
+        if value is not None and value not in same:
+            same[value] = value if (contents := _constant(value)) is None else contents
+        return None if value is None else same[value]
+
+    for node in graph:
+        if node.domain or node.op_type in (*_DRAWS, "Constant") or graphs_in(node):
+            continue
+        attributes = frozenset((name, _attribute(attribute)) for name, attribute in node.attributes.items())
+        computation = (node.op_type, attributes, tuple(map(key, node.inputs)), len(node.outputs))
+        first = known.setdefault(computation, node)
+        if first is not node:
+            is_read = any(value.uses() for value in node.outputs)
+            if is_read and node.op_type != "Identity":
+                found[node] = first
+            same.update(zip(node.outputs, map(key, first.outputs), strict=True))
+    return found
+
+
+def _constant(value: ir.Value) -> Hashable:
+    """The contents of a constant; None for others, and for what may be trained."""
+    node = value.producer()
+    if node is not None and (node.op_type != "Constant" or node.domain or len(node.attributes) != 1):
+        return None
+    if node is None:
+        tensor = None if value.is_graph_input() else value.const_value
+        return None if tensor is None or tensor.dtype in TOLERANCE else _contents(tensor)
+    (attribute,) = node.attributes.values()
+    match attribute.type:
+        case ir.AttributeType.TENSOR if not attribute.is_ref():
+            tensor = attribute.as_tensor()
+            return None if tensor.dtype in TOLERANCE and tensor.size > 1 else _contents(tensor)
+        case ir.AttributeType.FLOAT | ir.AttributeType.INT | ir.AttributeType.INTS:
+            return _attribute(attribute)
+    return None
+
+
+def _attribute(attribute: ir.Attr) -> Hashable:
+    if attribute.is_ref():
+        return attribute.type, attribute.ref_attr_name
+    if attribute.type == ir.AttributeType.TENSOR:
+        return _contents(attribute.as_tensor())
+    value = attribute.value
+    return attribute.type, tuple(value) if isinstance(value, Sequence) else value
+
+
+def _contents(tensor: ir.TensorProtocol) -> Hashable:
+    """What equal small tensors have in common; a larger one, or one in a file, is equal to itself alone."""
+    if tensor.size > _SMALL or tensor.dtype == ir.DataType.STRING or isinstance(tensor, ir.ExternalTensor):
+        return id(tensor)
+    try:
+        return tensor.dtype, tuple(tensor.shape), tensor.tobytes()
+    except Exception:  # Of a malformed tensor.
+        return id(tensor)
