@@ -15,6 +15,7 @@ from gradfuse.custom_ops.grouped_bias_add_grad import MAX_GROUPS
 from gradfuse.passes.algebra import MOST_SUMMED, UNIT, ZERO, Algebra, Atom, Monomial, Poly, number
 from gradfuse.passes.matching import TOLERANCE, VIEWS, Builder, FusePass, Mismatch, Rewrite, Site, names_of, normalizing
 from gradfuse.passes.reading import Form, Order, attribute, ort_training
+from gradfuse.passes.reading.nodes import constant_of
 from gradfuse.passes.report import NearMiss
 
 UNSORTED = "its rows are grouped by an index that nothing proves sorted; the operator takes the ends of sorted groups"
@@ -540,7 +541,7 @@ def _carried(site: Site, value: ir.Value) -> list[ir.Value] | None:
     if _is_product(site, node) or _is_end(site, node):
         return []
     first, last = _CARRIERS.get(node.op_type, (0, 1))
-    return list(dict.fromkeys(v for v in node.inputs[first:last] if v is not None and v.const_value is None))
+    return list(dict.fromkeys(v for v in node.inputs[first:last] if v is not None and constant_of(v) is None))
 
 
 def _factors(site: Site, node: ir.Node) -> list[ir.Value]:

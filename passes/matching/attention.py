@@ -20,7 +20,7 @@ from gradfuse.passes.matching.rewrite import Mismatch
 from gradfuse.passes.matching.written_softmax import Same, WrittenSoftmax, softmax_of
 from gradfuse.passes.reading import Form, Forms, Opaque
 from gradfuse.passes.reading.draws import Draw, draw_of
-from gradfuse.passes.reading.nodes import FLOATS, Unreadable, attribute, through_casts
+from gradfuse.passes.reading.nodes import FLOATS, Unreadable, attribute, constant_of, through_casts
 
 Dims = tuple[int | str | None, ...]
 
@@ -632,17 +632,16 @@ class _MaskReader:
 
     def _table(self, value: ir.Value) -> npt.NDArray[Any] | None:
         """Return a table of constants of which a value is the upper left part; None where it is none."""
-        constant = value.const_value
-        node = value.producer()
-        if node is None:
-            if constant is None or value.is_graph_input() or len(constant.shape) < 2 or not constant.size:
+        constant, node = constant_of(value), value.producer()
+        if constant is not None:
+            if len(constant.shape) < 2 or not constant.size:
                 return None
             array = array_of(constant)
             tables = array.reshape(-1, *array.shape[-2:])
             return (
                 tables[0] if 1 not in array.shape[-2:] and all((one == tables[0]).all() for one in tables[1:]) else None
             )
-        if node.domain or not node.inputs or node.inputs[0] is None:
+        if node is None or node.domain or not node.inputs or node.inputs[0] is None:
             return None
         if node.op_type in ("Identity", "Unsqueeze", "Squeeze"):
             table = self._table(node.inputs[0])

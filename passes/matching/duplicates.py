@@ -1,7 +1,8 @@
-"""Nodes that compute the same, as activation checkpointing and plain exporters leave them: one, while a search runs.
+"""Nodes that give what another value is already, as activation checkpointing and plain exporters leave them.
 
 A gradient is found by what it reads. Where part of it reads one result and part of it another of the same computation,
-the two are one value for the time of the search. What no rewrite has taken comes back after it.
+the two are one value while a search runs, and so are a value and its `Identity`. What no rewrite has taken comes back
+after the search.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ _SMALL = 64
 
 @dataclass(frozen=True)
 class _Merged:
-    """A node that was taken out, and the one that stands for it.
+    """A node that was taken out.
 
     Attributes:
         inputs: what it read.
-        results: of the other, as they were.
-        readers: the nodes that read its results, by which input, and which result of the other they read now.
+        first: the node that computes the same; None for an `Identity`.
+        results: what stands for its results.
+        readers: the nodes that read them, by which input, and what they read now.
     """
 
     node: ir.Node
     inputs: Sequence[ir.Value | None]
-    first: ir.Node
+    first: ir.Node | None
     results: Sequence[ir.Value]
     readers: Sequence[tuple[ir.Node, int, ir.Value]]
 
 
 class Duplicates:
-    """The nodes of a graph that were merged with earlier ones.
+    """The nodes of a graph that were taken out because another value is what they give.
 
     Draws, operators of other domains and nodes with graphs of their own stay. Equal parameters are different values:
     they may be trained.
@@ -56,15 +58,20 @@ class Duplicates:
         self._order: list[ir.Node] = list(graph) if firsts else []
         self._merged: dict[ir.Node, _Merged] = {}
         for node, first in firsts.items():
-            results = first.outputs
+            # What an identity passes on may be the result of a node that stands for another by now.
+            results = (
+                first.outputs if isinstance(first, ir.Node) else [value for value in node.inputs if value is not None]
+            )
             both = zip(node.outputs, results, strict=True)
-            readers = [(use.node, use.idx, same) for value, same in both for use in value.uses()]
+            uses = [(use, same) for value, same in both for use in value.uses()]
+            readers = [(use.node, use.idx, same) for use, same in uses if _may_change(node, use.node)]
             for reader, index, same in readers:
                 reader.replace_input_with(index, same)
-            self._merged[node] = _Merged(node, node.inputs, first, results, readers)
+            other = first if isinstance(first, ir.Node) else None
+            self._merged[node] = _Merged(node, node.inputs, other, results, readers)
         for node in firsts:
             # What is a result of the graph is computed again, as it was.
-            if not any(value.is_graph_output() for value in node.outputs):
+            if not any(value.is_graph_output() or value.uses() for value in node.outputs):
                 graph.remove(node, safe=True)
 
     def restore(self) -> None:
@@ -78,13 +85,13 @@ class Duplicates:
                 after = node
 
     def _is_wanted(self, one: _Merged) -> bool:
-        reads = (reader.inputs[index] is same for reader, index, same in one.readers)
-        return one.first.graph is self._graph and any(reads)
+        return any(reader.inputs[index] is same for reader, index, same in one.readers)
 
     def _put_back(self, one: _Merged, after: ir.Node | None) -> None:
         node = one.node
         if node.graph is None:
-            for index, (value, other) in enumerate(zip(one.inputs, one.first.inputs, strict=True)):
+            others = one.results if one.first is None else one.first.inputs
+            for index, (value, other) in enumerate(zip(one.inputs, others, strict=True)):
                 node.replace_input_with(index, value if self._is_there(value) else other)
             if after is None:
                 self._graph.append(node)
@@ -102,9 +109,15 @@ class Duplicates:
         return node is not None and node.graph is not None
 
 
-def _firsts(graph: ir.Graph) -> dict[ir.Node, ir.Node]:
-    """Nodes that compute numbers which an earlier one computes, each with that."""
-    found: dict[ir.Node, ir.Node] = {}
+def _may_change(node: ir.Node, reader: ir.Node) -> bool:
+    """Whether a reader may read what stands for the result of a node."""
+    # Those of onnxruntime-training's gradients are part of them, and go with them.
+    return node.op_type != "Identity" or not reader.domain
+
+
+def _firsts(graph: ir.Graph) -> dict[ir.Node, ir.Node | ir.Value]:
+    """Nodes that compute what an earlier one computes, each with that, and those that only pass on a constant."""
+    found: dict[ir.Node, ir.Node | ir.Value] = {}
     known: dict[Hashable, ir.Node] = {}
     same: dict[ir.Value, Hashable] = {}
 
@@ -116,12 +129,16 @@ def _firsts(graph: ir.Graph) -> dict[ir.Node, ir.Node]:
     for node in graph:
         if node.domain or node.op_type in (*_DRAWS, "Constant") or graphs_in(node):
             continue
+        if node.op_type == "Identity" and node.inputs and (source := node.inputs[0]) is not None:
+            found[node] = source
+            same[node.outputs[0]] = key(source)
+            continue
         attributes = frozenset((name, _attribute(attribute)) for name, attribute in node.attributes.items())
         computation = (node.op_type, attributes, tuple(map(key, node.inputs)), len(node.outputs))
         first = known.setdefault(computation, node)
         if first is not node:
             is_read = any(value.uses() for value in node.outputs)
-            if is_read and node.op_type != "Identity":
+            if is_read:
                 found[node] = first
             same.update(zip(node.outputs, map(key, first.outputs), strict=True))
     return found

@@ -37,6 +37,17 @@ def given(inputs: Sequence[ir.Value | None], k: int) -> ir.Value:
     return value
 
 
+def constant_of(value: ir.Value) -> ir.TensorProtocol | None:
+    """The tensor of an initializer or of a `Constant`, which the caller cannot replace."""
+    if value.is_graph_input():
+        return None
+    node = value.producer()
+    if node is None:
+        return value.const_value
+    held = node.attributes.get("value") if node.op_type == "Constant" and not node.domain else None
+    return None if held is None or held.is_ref() else held.as_tensor()
+
+
 def through_casts(value: ir.Value) -> ir.Value:
     """The first value of the chain of Identity and Cast between floats that ends here."""
     while (node := value.producer()) is not None and node.domain == "" and node.op_type in ("Identity", "Cast"):

@@ -1,8 +1,9 @@
-"""Gradients in graphs that compute something twice, or that nothing reads."""
+"""Gradients in graphs that compute something twice, or for nothing, and that are written with other habits."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import numpy as np
 import onnx
 import pytest
 from graphs import parsed
+from habits import READERS, in_another_order, twice, with_constant_nodes, with_identities
 from matched import graphs
 from producers import run
-from twins import READERS, twice
 
 from gradfuse import GradfuseError, explain, fuse
 from gradfuse.testing import assert_gradients_close
 
+Habit = Callable[[onnx.ModelProto, int], onnx.ModelProto]
 RNG = np.random.default_rng(0)
 UNREAD = """g (float[6,5] z, int64[6] t) => (float[6,5] y)
 <int64[1] last = {1}, int64[2] table = {6, 5}, float share = {0.125}>
@@ -72,6 +74,18 @@ def test_it_does_not_matter_which_of_two_equal_values_is_read(path: Path, reader
     except GradfuseError:
         return
     assert _ops(twice(onnx.load(path), readers)) == wanted
+
+
+@pytest.mark.sampled(every=12)
+@pytest.mark.parametrize("written", [with_identities, with_constant_nodes, in_another_order])
+@pytest.mark.parametrize("path", SMALL)
+def test_it_does_not_matter_how_constants_and_copies_are_written(path: Path, written: Habit) -> None:
+    try:
+        wanted = _ops(path)
+    except GradfuseError:
+        return
+    found = _ops(written(onnx.load(path), len(path.name)))
+    assert not wanted - found
 
 
 ERROR = """g (float[4,6] x, float[4,6] goal, float[4,6] other) => (float[4,6] y, float[4,6] far)
