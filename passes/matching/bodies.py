@@ -26,7 +26,7 @@ from gradfuse.passes.reading import Forms
 
 def find(site: Site, builder: Builder, root: ir.Value, operator: str) -> Rewrite | None:
     """The operator's node for a value that its whole body computes; None for other values."""
-    node = root.producer()
+    node = _source(root).producer()
     variants = () if node is None else _bodies(operator, max(site.opset, OLDEST_OPSET)).get(node.op_type, ())
     for body, attributes in variants:
         match = _Match(site.forms)
@@ -71,10 +71,19 @@ def _bodies(name: str, opset: int) -> Mapping[str, Sequence[tuple[ir.Function, M
                 found[variant] = body, {**defaults, **attributes}
     by_last: dict[str, list[tuple[ir.Function, Mapping[str, Value]]]] = {}
     for body, chosen in found.values():
-        last = body.outputs[0].producer()
+        last = _source(body.outputs[0]).producer()
         assert last is not None
         by_last.setdefault(last.op_type, []).append((body, chosen))
     return by_last
+
+
+def _source(value: ir.Value) -> ir.Value:
+    """What a value is behind `Identity`: a context takes out those of a graph."""
+    while (node := value.producer()) is not None and node.op_type == "Identity" and not node.domain:
+        if node.inputs[0] is None:
+            break
+        value = node.inputs[0]
+    return value
 
 
 class _Match:
@@ -94,7 +103,9 @@ class _Match:
             if own is None or other is None:
                 if own is not other:
                     return False
-            elif own not in self.values:
+                continue
+            own, other = _source(own), _source(other)
+            if own not in self.values:
                 self.values[own] = other
                 if not self._is_made_alike(own, other):
                     return False
@@ -104,6 +115,7 @@ class _Match:
 
     def counterpart(self, output: ir.Value) -> ir.Value | None:
         """The value of the graph that is another output of the body; None where nothing computes it."""
+        output = _source(output)
         if output in self.values:
             return self.values[output]
         node = output.producer()
