@@ -177,6 +177,22 @@ def test_logarithms_and_roots_get_positive_values() -> None:
     assert feeds["x"].min() > 0 and feeds["y"].min() > 0
 
 
+STEPS = {
+    "power": "b = Constant <value_float = 0.9> () o = Pow (b, s)",
+    "power of the next": (
+        "b = Constant <value_float = 0.9> () n = Constant <value_float = 1.0> () t = Add (s, n) o = Pow (b, t)"
+    ),
+    "integer": "n = Constant <value_float = 1.0> () t = Add (n, s) k = Cast <to = 7> (t) o = Cast <to = 1> (k)",
+}
+
+
+@pytest.mark.parametrize("body", STEPS.values(), ids=STEPS)
+def test_steps_of_an_optimizer_are_whole_numbers(body: str) -> None:
+    steps = draws(model("float s", body), "s")
+    assert len(np.unique(steps)) > 1 and (steps >= 1).all() and (steps % 1 == 0).all()
+    assert (draws(model("float[64] s", body.replace("o =", "all =") + " o = ReduceSum (all)"), "s") % 1 != 0).any()
+
+
 def test_equal_seeds_give_equal_inputs_and_others_do_not() -> None:
     graph = ir.from_proto(small_models.cross_entropy())
     first, second, third = (random_inputs(graph, np.random.default_rng(seed)) for seed in (1, 1, 2))

@@ -117,3 +117,8 @@ def test_explain_says_why_a_graph_is_not_fused(folder: str, name: str, operator:
 @pytest.mark.parametrize("path", _paths("torch_layers"))
 def test_graph_of_pytorch_is_fused_and_has_its_gradients(path: Path) -> None:
     assert _fused(path) == [OF_PYTORCH[path.stem.split(".")[0]]]
+
+
+@pytest.mark.parametrize("name", ["adam.foreach", "adam.single", "adamw.foreach", "adamw.single"])
+def test_updates_of_an_optimizer_stand_the_check(name: str) -> None:
+    assert fuse(COMMITTED / "torch_layers" / f"{name}.onnx", check=3).report.fusions

@@ -73,6 +73,8 @@ class _Use:
     """Ends of groups: they do not decrease, and the last is this."""
     least: int = 0
     positive: bool = False
+    counts: bool = False
+    """A float that counts something, such as the steps of an optimizer."""
 
 
 Analyses = dict[tuple[tuple[int, ...], ...], tuple[ir.Graph, dict[str, _Use]]]
@@ -90,7 +92,8 @@ def random_inputs(
     """Return a random value for every input of a model that no initializer fills.
 
     Dimensions of one name get one size, from 2 up; floats are standard normal (positive where the graph takes their
-    logarithm or root); every row of a mask holds both values; integers are in the range that their consumers take.
+    logarithm or root, whole numbers where they count the steps of an optimizer); every row of a mask holds both values;
+    integers are in the range that their consumers take.
 
     Args:
         model: any model; it is not changed.
@@ -255,7 +258,18 @@ def _use_of(value: ir.Value, shape: tuple[int, ...]) -> _Use:
     use = _Use()
     for consumer, index, guarded in _consumers(value):
         _note(use, consumer, index, guarded, shape)
+        # A count goes up before it is used.
+        if consumer.op_type == "Add" and not consumer.domain and _constant(consumer.inputs[1 - index]) is not None:
+            use.counts |= any(_takes_count(node, k) for node, k, _ in _consumers(consumer.outputs[0]))
+    use.counts &= math.prod(shape) == 1
     return use
+
+
+def _takes_count(node: ir.Node, index: int) -> bool:
+    """Whether an input of a node is made an integer, or the exponent of a constant, as for decays of running means."""
+    if node.op_type == "Cast" and not node.domain:
+        return ir.DataType(node.attributes.get_int("to", 0)).is_integer()
+    return node.op_type == "Pow" and not node.domain and index == 1 and _constant(node.inputs[0]) is not None
 
 
 def _consumers(value: ir.Value) -> Iterator[tuple[ir.Node, int, bool]]:
@@ -301,6 +315,8 @@ def _note(use: _Use, node: ir.Node, index: int, guarded: bool, shape: tuple[int,
         use.positive = True
     elif kind == ("", "Div") and index == 1:
         use.least = 1
+    elif _takes_count(node, index):
+        use.counts = True
 
 
 def _operator(node: ir.Node) -> Operator | None:
@@ -397,6 +413,8 @@ def _random(dtype: ir.DataType, shape: tuple[int, ...], use: _Use, rng: np.rando
         return _mask(shape, rng)
     numpy_dtype = dtype.numpy()
     if dtype.is_floating_point():
+        if use.counts:
+            return np.asarray(rng.integers(1, _DEFAULT_LIMIT, shape)).astype(numpy_dtype)
         values = rng.standard_normal(shape)
         return np.asarray(np.abs(values) + 0.25 if use.positive else values).astype(numpy_dtype)
     if not dtype.is_integer():
