@@ -118,7 +118,7 @@ def _may_change(node: ir.Node, reader: ir.Node) -> bool:
 def _firsts(graph: ir.Graph) -> dict[ir.Node, ir.Node | ir.Value]:
     """Nodes that compute what an earlier one computes, each with that, and those that only pass on a constant."""
     found: dict[ir.Node, ir.Node | ir.Value] = {}
-    known: dict[Hashable, ir.Node] = {}
+    known: dict[Hashable, list[ir.Node]] = {}
     same: dict[ir.Value, Hashable] = {}
 
     def key(value: ir.Value | None) -> Hashable:
@@ -133,14 +133,14 @@ def _firsts(graph: ir.Graph) -> dict[ir.Node, ir.Node | ir.Value]:
             found[node] = source
             same[node.outputs[0]] = key(source)
             continue
-        attributes = frozenset((name, _attribute(attribute)) for name, attribute in node.attributes.items())
-        computation = (node.op_type, attributes, tuple(map(key, node.inputs)), len(node.outputs))
-        first = known.setdefault(computation, node)
-        if first is not node:
-            is_read = any(value.uses() for value in node.outputs)
-            if is_read:
-                found[node] = first
-            same.update(zip(node.outputs, map(key, first.outputs), strict=True))
+        alike = known.setdefault((node.op_type, tuple(map(key, node.inputs)), len(node.outputs)), [])
+        first = next((one for one in alike if _attributes(one) == _attributes(node)), None)
+        if first is None:
+            alike.append(node)
+            continue
+        if any(value.uses() for value in node.outputs):
+            found[node] = first
+        same.update(zip(node.outputs, map(key, first.outputs), strict=True))
     return found
 
 
@@ -160,6 +160,10 @@ def _constant(value: ir.Value) -> Hashable:
         case ir.AttributeType.FLOAT | ir.AttributeType.INT | ir.AttributeType.INTS:
             return _attribute(attribute)
     return None
+
+
+def _attributes(node: ir.Node) -> dict[str, Hashable]:
+    return {name: _attribute(attribute) for name, attribute in node.attributes.items()}
 
 
 def _attribute(attribute: ir.Attr) -> Hashable:
