@@ -25,6 +25,7 @@ from gradfuse.models.inlining import graphs_of
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes import shapes
 from gradfuse.passes.matching.cost import ASSUMED_DIM, NODE
+from gradfuse.passes.reading.nodes import DRAWS
 from gradfuse.passes.report import bytes_text
 
 if TYPE_CHECKING:
@@ -55,9 +56,6 @@ OVERWRITING = frozenset(
 """Operators of gradfuse whose kernels do so with their first result."""
 _BLOCKED = "com.microsoft.nchwc"
 """The domain of onnxruntime's operators on blocks of channels."""
-_DRAWS = frozenset(
-    {"Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-)
 """Operators that give other numbers when they run again."""
 
 _PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul", "Conv"})
@@ -330,7 +328,7 @@ class _Step:
         for node, read, made in zip(self.nodes, self.reads, self.makes, strict=True):
             if node.domain == "" and node.op_type in _VIEWS and self.own[made[0]] and node.inputs[0] is not None:
                 self.root[made[0]] = self.root[self.number[node.inputs[0]]]
-            if constant.issuperset(read) and node.op_type not in _DRAWS:
+            if constant.issuperset(read) and node.op_type not in DRAWS:
                 constant.update(made)  # Folded when a session is made.
         for value in range(len(self.values)):
             self.own[value] = self.own[value] and self.root[value] == value and value not in constant
@@ -422,7 +420,7 @@ class _Step:
     def _repeats(self, index: int) -> bool:
         """Whether a node gives the same bits once more, and can begin at a view of an input."""
         node = self.nodes[index]
-        if node.op_type in _DRAWS or graphs_of(node):
+        if node.op_type in DRAWS or graphs_of(node):
             return False
         return any(v is not None and self.known.get(str(v.name)) and _is_number(v) for v in node.inputs)
 

@@ -13,13 +13,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from gradfuse.passes.matching.graphs import TOLERANCE, graphs_in
+from gradfuse.passes.reading.nodes import DRAWS
 
-_DRAWS = frozenset(
-    {
-        *("Bernoulli", "Dropout", "Multinomial"),
-        *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
-    }
-)
 _SMALL = 64
 """Constants of at most so many elements are compared by their numbers."""
 
@@ -32,6 +27,7 @@ class _Merged:
         inputs: what it read.
         first: the node that computes the same; None for an `Identity`.
         results: what stands for its results.
+        serves: whether others read that.
         readers: the nodes that read them, by which input, and what they read now.
     """
 
@@ -39,6 +35,7 @@ class _Merged:
     inputs: Sequence[ir.Value | None]
     first: ir.Node | None
     results: Sequence[ir.Value]
+    serves: bool
     readers: Sequence[tuple[ir.Node, int, ir.Value]]
 
 
@@ -59,17 +56,17 @@ class Duplicates:
         self._merged: dict[ir.Node, _Merged] = {}
         for node, first in firsts.items():
             # What an identity passes on may be the result of a node that stands for another by now.
-            results = (
-                first.outputs if isinstance(first, ir.Node) else [value for value in node.inputs if value is not None]
-            )
-            both = zip(node.outputs, results, strict=True)
+            results = [v for v in node.inputs if v is not None] if first is None else first.outputs
+            both = list(zip(node.outputs, results, strict=True))
+            if not all(_says_as_much(same, value) for value, same in both):
+                continue
+            serves = any(same.uses() or same.is_graph_output() for same in results)
             uses = [(use, same) for value, same in both for use in value.uses()]
             readers = [(use.node, use.idx, same) for use, same in uses if _may_change(node, use.node)]
             for reader, index, same in readers:
                 reader.replace_input_with(index, same)
-            other = first if isinstance(first, ir.Node) else None
-            self._merged[node] = _Merged(node, node.inputs, other, results, readers)
-        for node in firsts:
+            self._merged[node] = _Merged(node, node.inputs, first, results, serves, readers)
+        for node in self._merged:
             # What is a result of the graph is computed again, as it was.
             if not any(value.is_graph_output() or value.uses() for value in node.outputs):
                 graph.remove(node, safe=True)
@@ -79,13 +76,10 @@ class Duplicates:
         after: ir.Node | None = None
         for node in reversed(self._order):
             one = self._merged.get(node)
-            if one is not None and self._is_wanted(one):
+            if one is not None and any(reader.inputs[index] is same for reader, index, same in one.readers):
                 self._put_back(one, after)
             if node.graph is self._graph:
                 after = node
-
-    def _is_wanted(self, one: _Merged) -> bool:
-        return any(reader.inputs[index] is same for reader, index, same in one.readers)
 
     def _put_back(self, one: _Merged, after: ir.Node | None) -> None:
         node = one.node
@@ -100,6 +94,21 @@ class Duplicates:
         for reader, index, same in one.readers:
             if reader.inputs[index] is same:
                 reader.replace_input_with(index, node.outputs[one.results.index(same)])
+        if one.first is not None and one.serves:
+            self._drop(one.first)
+
+    def _drop(self, node: ir.Node) -> None:
+        """Remove a node that did its work for others alone, and what it alone read."""
+        if any(value.uses() or value.is_graph_output() for value in node.outputs):
+            return
+        inputs = dict.fromkeys(value for value in node.inputs if value is not None)
+        self._graph.remove(node, safe=True)
+        for value in inputs:
+            above = value.producer()
+            if above is not None and above.graph is self._graph:
+                self._drop(above)
+            elif not value.uses() and self._graph.initializers.get(str(value.name)) is value:
+                del self._graph.initializers[str(value.name)]
 
     def _is_there(self, value: ir.Value | None) -> bool:
         """Whether a node that is put back may read what it read."""
@@ -115,9 +124,19 @@ def _may_change(node: ir.Node, reader: ir.Node) -> bool:
     return node.op_type != "Identity" or not reader.domain
 
 
-def _firsts(graph: ir.Graph) -> dict[ir.Node, ir.Node | ir.Value]:
-    """Nodes that compute what an earlier one computes, each with that, and those that only pass on a constant."""
-    found: dict[ir.Node, ir.Node | ir.Value] = {}
+def _says_as_much(same: ir.Value, value: ir.Value) -> bool:
+    """Whether as much is known of the type and the sizes of one value as of another, which it is to stand for."""
+    if same.dtype != value.dtype or value.shape is None:
+        return same.dtype == value.dtype
+    sizes = list(value.shape)
+    if same.shape is None or len(same.shape) != len(sizes):
+        return False
+    return all(own == size or not isinstance(size, int) for own, size in zip(same.shape, sizes, strict=True))
+
+
+def _firsts(graph: ir.Graph) -> dict[ir.Node, ir.Node | None]:
+    """Nodes that compute what an earlier one computes, each with that, and every `Identity`, with None."""
+    found: dict[ir.Node, ir.Node | None] = {}
     known: dict[Hashable, list[ir.Node]] = {}
     same: dict[ir.Value, Hashable] = {}
 
@@ -127,13 +146,15 @@ def _firsts(graph: ir.Graph) -> dict[ir.Node, ir.Node | ir.Value]:
         return None if value is None else same[value]
 
     for node in graph:
-        if node.domain or node.op_type in (*_DRAWS, "Constant") or graphs_in(node):
+        if node.domain or node.op_type in DRAWS or node.op_type == "Constant" or graphs_in(node):
             continue
-        if node.op_type == "Identity" and node.inputs and (source := node.inputs[0]) is not None:
-            found[node] = source
-            same[node.outputs[0]] = key(source)
+        if node.op_type == "Identity" and len(node.inputs) == len(node.outputs) == 1 and node.inputs[0] is not None:
+            found[node] = None
+            same[node.outputs[0]] = key(node.inputs[0])
             continue
-        alike = known.setdefault((node.op_type, tuple(map(key, node.inputs)), len(node.outputs)), [])
+        # Outputs that a node leaves out have no name.
+        made = tuple(bool(value.name) for value in node.outputs)
+        alike = known.setdefault((node.op_type, tuple(map(key, node.inputs)), made), [])
         first = next((one for one in alike if _attributes(one) == _attributes(node)), None)
         if first is None:
             alike.append(node)

@@ -19,6 +19,15 @@ class Opaque(Exception):
     """No rule reads the operation. Its outputs get a name in place of an expression; the text says why."""
 
 
+DRAWS = frozenset(
+    {
+        *("Bernoulli", "Dropout", "Multinomial"),
+        *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+    }
+)
+"""Operators that draw numbers: two of the same inputs give different ones."""
+
+
 def is_float(value: ir.Value) -> bool:
     return value.dtype in FLOATS
 

@@ -10,14 +10,10 @@ from gradfuse.passes.algebra import ZERO, TooComplex
 from gradfuse.passes.reading.dims import ELEMENTWISE, SAME_SHAPE
 from gradfuse.passes.reading.known import KnownForms
 from gradfuse.passes.reading.layouts import Form, Group, groups_of_sizes
-from gradfuse.passes.reading.nodes import Opaque, Unreadable, attribute
+from gradfuse.passes.reading.nodes import DRAWS, Opaque, Unreadable, attribute
 from gradfuse.passes.reading.reductions import reduced_axes
 from gradfuse.passes.reading.replay import attributes_key
 
-_RANDOM = {
-    *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
-    *("Bernoulli", "Multinomial", "Dropout"),
-}
 _REDUCTIONS = {"ReduceL1", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceMean", "ReduceSum", "ReduceL2"}
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
@@ -29,7 +25,7 @@ def opaque(forms: KnownForms, node: ir.Node, output: int) -> Form:
     if constant is not None:
         return forms.constants.form(constant)
     name: object = ("value", value.name)
-    if node.op_type not in _RANDOM and not any(a.type in _GRAPHS for a in node.attributes.values()):
+    if node.op_type not in DRAWS and not any(a.type in _GRAPHS for a in node.attributes.values()):
         with contextlib.suppress(Unreadable):
             operands = tuple([None if v is None else forms.form(v) for v in node.inputs])
             name = (node.domain, node.op_type, attributes_key(node), operands, output)

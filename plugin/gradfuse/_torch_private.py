@@ -1098,13 +1098,15 @@ class SizeCondition:
     function: str
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Tell whether it is so for sizes, by symbol."""
+        """Tell whether it is so for sizes, by symbol. It is not so where it divides by 0."""
         import sympy
 
-        # `subs` takes long for large expressions.
-        return bool(
-            self.expression.xreplace({one: sympy.Integer(sizes[str(one)]) for one in self.expression.free_symbols})
-        )
+        numbers = {one: sympy.Integer(sizes[str(one)]) for one in self.expression.free_symbols}
+        try:
+            # `subs` takes long for large expressions.
+            return bool(self.expression.xreplace(numbers))
+        except ZeroDivisionError:
+            return False
 
     @property
     def has_remainder(self) -> bool:

@@ -98,6 +98,31 @@ def test_functions_of_numbers_take_sizes(function: Callable[[Tensor], Tensor]) -
     assert function.__code__ is code and "gradfuse_numbers" not in globals()
 
 
+class Windows(nn.Module):
+    """Parts a picture in windows; how many there are divides the sizes of views, and small pictures have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        items, channels, height, width = x.shape
+        parts = x.view(items, channels, height // 4, 4, width // 4, 4).permute(0, 2, 4, 3, 5, 1)
+        rows = torch.tanh(self.layer(parts.reshape(-1, 16, channels)))
+        return rows.view(items, height // 4 * (width // 4), -1).mean(1)
+
+
+def test_sizes_by_which_nothing_may_be_divided_are_not_tried() -> None:
+    def batch(items: int, height: int, width: int) -> Any:
+        torch.manual_seed(height)
+        return (torch.randn(items, 3, height, width),), (torch.randn(items, 64),)
+
+    dynamic = (({0: "items", 2: "height", 3: "width"},), ({0: "items"},))
+    module = Windows()
+    step = export_training_step(module, F.mse_loss, batch(2, 16, 20), dynamic_shapes=dynamic)
+    assert_like_torch(step, module, F.mse_loss, batch(3, 12, 8))
+
+
 def _listed(h: Tensor) -> Tensor:
     return h * torch.tensor(sorted([2.0] * h.size(1)))[:, None]
 

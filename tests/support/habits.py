@@ -45,7 +45,7 @@ def in_another_order(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
     model, draw = _copy(model), random.Random(seed)
     nodes = list(model.graph.node)
     made = {name for node in nodes for name in node.output if name}
-    waits = [_read(node) & made for node in nodes]
+    waits = [read_by(node) & made for node in nodes]
     left, there = list(range(len(nodes))), set[str]()
     del model.graph.node[:]
     while left:
@@ -56,10 +56,10 @@ def in_another_order(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
     return model
 
 
-def _read(node: onnx.NodeProto) -> set[str]:
+def read_by(node: onnx.NodeProto) -> set[str]:
     """The values that a node reads, those that its graphs read included."""
     graphs = [graph for a in node.attribute for graph in ([a.g] if a.HasField("g") else a.graphs)]
-    inner = {name for graph in graphs for one in graph.node for name in _read(one)}
+    inner = {name for graph in graphs for one in graph.node for name in read_by(one)}
     return {*node.input, *inner, *(value.name for graph in graphs for value in graph.output)}
 
 

@@ -259,17 +259,20 @@ def _use_of(value: ir.Value, shape: tuple[int, ...]) -> _Use:
     for consumer, index, guarded in _consumers(value):
         _note(use, consumer, index, guarded, shape)
         # A count goes up before it is used.
-        if consumer.op_type == "Add" and not consumer.domain and _constant(consumer.inputs[1 - index]) is not None:
-            use.counts |= any(_takes_count(node, k) for node, k, _ in _consumers(consumer.outputs[0]))
+        if (consumer.op_type, consumer.domain) == ("Add", "") and _constant(consumer.inputs[1 - index]) is not None:
+            next_uses = list(_consumers(consumer.outputs[0]))
+            use.counts |= any(_is_exponent(node, k) or _makes_integer(node) for node, k, _ in next_uses)
     use.counts &= math.prod(shape) == 1
     return use
 
 
-def _takes_count(node: ir.Node, index: int) -> bool:
-    """Whether an input of a node is made an integer, or the exponent of a constant, as for decays of running means."""
-    if node.op_type == "Cast" and not node.domain:
-        return ir.DataType(node.attributes.get_int("to", 0)).is_integer()
-    return node.op_type == "Pow" and not node.domain and index == 1 and _constant(node.inputs[0]) is not None
+def _is_exponent(node: ir.Node, index: int) -> bool:
+    """Whether an input of a node is the exponent of a constant, as of the decay of a running mean."""
+    return (node.op_type, node.domain, index) == ("Pow", "", 1) and _constant(node.inputs[0]) is not None
+
+
+def _makes_integer(node: ir.Node) -> bool:
+    return (node.op_type, node.domain) == ("Cast", "") and ir.DataType(node.attributes.get_int("to", 0)).is_integer()
 
 
 def _consumers(value: ir.Value) -> Iterator[tuple[ir.Node, int, bool]]:
@@ -315,7 +318,7 @@ def _note(use: _Use, node: ir.Node, index: int, guarded: bool, shape: tuple[int,
         use.positive = True
     elif kind == ("", "Div") and index == 1:
         use.least = 1
-    elif _takes_count(node, index):
+    elif _is_exponent(node, index):
         use.counts = True
 
 

@@ -331,8 +331,6 @@ def _holds(condition: private.SizeCondition, values: Mapping[str, int]) -> bool:
     except TypeError:
         # What cannot be told of numbers is no condition on them.
         return True
-    except ZeroDivisionError:
-        return False
 
 
 def _by_rank(candidates: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
