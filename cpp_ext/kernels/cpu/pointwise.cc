@@ -33,6 +33,10 @@ constexpr int kInputs = PointwiseArgs::kInputs;
 constexpr int kOutputs = PointwiseArgs::kOutputs;
 constexpr int64_t kMostLanes = 16;
 constexpr int64_t kLine = 64 / sizeof(float);
+// Loops take up to so many vectors at a time, beyond the end of a block where it is no multiple of them: rows have room
+// for that, as they are of whole blocks of the widest vectors.
+constexpr int kMostUnroll = 4;
+constexpr int64_t kWholeBlock = kMostUnroll * kMostLanes;
 
 // Registers and inputs that are not read in place have a row each in 24 KiB, of 32 that the first-level cache has at
 // least: the rest is for inputs and outputs that pass. Rows of more than 4 KiB gain nothing; even those of 1 KiB, which
@@ -40,7 +44,8 @@ constexpr int64_t kLine = 64 / sizeof(float);
 constexpr int64_t kRowsFloats = 6144;
 constexpr int64_t kLongestRow = 1024;
 constexpr int64_t kMostRows = PointwiseProgram::kMostRegisters + kInputs;
-// Loops write whole vectors, beyond the end of a row if it is none of one.
+static_assert(kRowsFloats / kMostRows >= kWholeBlock && kLongestRow % kWholeBlock == 0);
+// What is read is copied to rows by whole vectors, which begin anywhere.
 constexpr int64_t kRowsMemory = kRowsFloats + kMostRows * kMostLanes;
 
 template <class T>
@@ -98,8 +103,7 @@ class Cursor {
   int64_t step_;
 };
 
-// Loops take kUnroll vectors at a time, beyond `count` where it is no multiple of them: rows have room for that.
-constexpr int kMostUnroll = 4;
+static_assert(hn::MaxLanes(Floats()) <= kMostLanes);
 int64_t MostAtOnce() { return static_cast<int64_t>(kMostUnroll * hn::Lanes(Floats())); }
 
 template <int kUnroll, bool kStreams, class Function, class... Operands>
@@ -146,7 +150,9 @@ void Execute(Op op, const Values (&operands)[3], int64_t count, float* out) {
     case Op::kNeg: return few([](Vector x) HWY_ATTR { return FromBits(BitsOf(x) ^ hn::Set(Bits(), 0x80000000u)); });
     case Op::kReciprocal: return map([&](Vector x) HWY_ATTR { return hn::Set(d, 1.0f) / x; });
     case Op::kSqrt: return map([](Vector x) HWY_ATTR { return hn::Sqrt(x); });
-    case Op::kExp: return map([&](Vector x) HWY_ATTR { return Exp<float>(d, x); });
+    case Op::kExp:
+      // Exp leaves what is below 2^-125 to loops that flush subnormals.
+      return map([&](Vector x) HWY_ATTR { return hn::IfThenZeroElse(x < hn::Set(d, -86.6434f), Exp<float>(d, x)); });
     case Op::kLog: return map([&](Vector x) HWY_ATTR { return Log(d, x); });
     case Op::kErf: return map([&](Vector x) HWY_ATTR { return Erf(d, x); });
     case Op::kTanh: return map([&](Vector x) HWY_ATTR { return Tanh(d, x); });
@@ -375,8 +381,8 @@ void RunTyped(const PointwiseArgs& args, const PointwiseProgram& program, const 
     const int64_t drawn = args.drawn ? *args.drawn->Data<int64_t>() : 0;
     plan.dropout = Dropout(args.dropout_threshold, *args.seed->Data<int64_t>(), args.draw + drawn);
   }
-  const int64_t longest = kRowsFloats / std::max<int64_t>(plan.rows, 1) / kLine * kLine;
-  plan.block = std::min({kLongestRow, longest, CeilDiv(total, kLine) * kLine});
+  const int64_t longest = kRowsFloats / std::max<int64_t>(plan.rows, 1) / kWholeBlock * kWholeBlock;
+  plan.block = std::min({kLongestRow, longest, CeilDiv(total, kWholeBlock) * kWholeBlock});
 
   const bool streams = bytes >= StreamBytes();
   const auto evaluate = streams ? GRADFUSE_DISPATCH(Evaluate<T, true>) : GRADFUSE_DISPATCH(Evaluate<T, false>);
