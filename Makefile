@@ -17,7 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare-tools demo samples matched respelled test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-attention bench-convolutions bench-differentiation bench-memory bench-payoff bench-pointwise bench-export bench-head bench-onnx-ad bench-scale bench-sizes \
+.PHONY: help compare-tools demo samples matched respelled test test-long test-slow test-differentiation test-aarch64 test-ort-training test-models test-op-db test-web bench bench-aclnn bench-attention bench-convolutions bench-differentiation bench-memory bench-narrow bench-payoff bench-pointwise bench-export bench-head bench-onnx-ad bench-scale bench-sizes \
     bench-step bench-streaming bench-training gpu-test gpu-bench lint tidy format docs test-versions test-torch-versions sdist wheel wheels bench-wheels clean
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make bench-onnx-ad   compare gradients of ONNX models with onnx-ad 0.3.0, and write its table (ten minutes)"
 	@echo "make compare-tools   find out again what docs/comparison.md says of other tools"
 	@echo "make bench-memory   measure steps within memory budgets, and write the table of docs/training.md (five minutes)"
+	@echo "make bench-narrow   measure steps in bfloat16, and write the table of docs/training.md (three minutes)"
 	@echo "make bench-payoff   compare what fusing was predicted to save with the time it saves, and write the table of docs/cost-model.md (eight minutes)"
 	@echo "make bench-pointwise   measure what one pass over elementwise nodes could save in training steps (five minutes)"
 	@echo "make bench-export   export the models of docs/export.md, and write its tables (four minutes)"
@@ -243,6 +244,9 @@ bench-sizes: $(MODELS)/.transformers
 
 bench-step: $(INSTALLED)
 	$(BIN)/python benchmarks/step.py $(BENCH_ARGS)
+
+bench-narrow: $(INSTALLED)
+	$(BIN)/python -W ignore benchmarks/narrow.py --page docs/training.md $(BENCH_ARGS)
 
 bench-streaming: $(INSTALLED)
 	$(BIN)/python benchmarks/streaming.py --out benchmarks/results/streaming.md

@@ -152,13 +152,16 @@ def memory_of(*arguments: str) -> float:
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def in_torch(model: Model, module: nn.Module, optimizer: str, batch: Batch, *, compiled: bool) -> Call:
-    """A step by PyTorch."""
+def in_torch(
+    model: Model, module: nn.Module, optimizer: str, batch: Batch, *, compiled: bool, narrow: bool = False
+) -> Call:
+    """A step by PyTorch, in bfloat16 with `narrow`."""
     updating = OPTIMIZERS[optimizer](module.parameters())
     inputs, targets = batch
 
     def compute() -> Tensor:
-        return model.loss(module(*inputs), *targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            return model.loss(module(*inputs), *targets)
 
     loss = torch.compile(compute, dynamic=False) if compiled else compute
 

@@ -24,6 +24,7 @@ from gradfuse.custom_ops import (
     ctc_loss,
     ctc_loss_backward,
     embedding_dense_backward,
+    fused_matmul,
     gelu_backward,
     grouped_bias_add_grad,
     gru_recurrence,
@@ -83,6 +84,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             scaled_dot_product_attention_backward,
             linear_cross_entropy,
             pointwise,
+            fused_matmul,
         )
     }
 )

@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -146,6 +147,44 @@ def test_autocast_to_bfloat16_trains_in_stock_onnxruntime(fuse: bool) -> None:
         for kernels in (True, False) if fuse else (False,):
             for name, result in run(step, batch, kernels=kernels).items():
                 # As many roundings to bfloat16 as there are layers, of the largest number.
+                size = float(np.abs(exact[name]).max()) * 2.0**-8 / np.finfo(np.float32).eps
+                assert_gradients_close(result, native[name], exact[name], np.float32, terms=size)
+
+
+class Language(nn.Module):
+    """A language model's parts with narrow products: linear layers in a row, attention, and a head of many words."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(11, 16), nn.LayerNorm(16)
+        self.up, self.down, self.head = nn.Linear(16, 20), nn.Linear(20, 16), nn.Linear(16, 50, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.embedding(x))
+        h = h + self.down(F.relu(self.up(h)))
+        h = h + torch.softmax(h @ h.mT, -1) @ h
+        return self.head(self.norm(h)).flatten(0, 1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_under_autocast_to_bfloat16_are_an_operator_that_rounds_as_pytorch_does(bias: bool) -> None:
+    torch.manual_seed(0)
+    module = Language(bias)
+    batches = [((torch.randint(0, 11, (items, 6)),), (torch.arange(items * 6) % 50,)) for items in (3, 7)]
+    shapes = [({0: "items"},), ({0: "labels"},)]
+    step = export_training_step(module, F.cross_entropy, batches[0], dynamic_shapes=shapes, autocast=torch.bfloat16)
+    nodes = [node for node in step.model.graph.node if node.op_type in ("FusedMatmul", "Gemm", "MatMul")]
+    # Three of each layer, and six of attention.
+    assert [node.op_type for node in nodes] == 15 * ["FusedMatmul"]
+    types = {value.name: value.type.tensor_type.elem_type for value in step.model.graph.value_info}
+    (logits,) = [node for node in nodes if types.get(node.output[0]) == onnx.TensorProto.FLOAT]
+    assert types[logits.input[1]] == onnx.TensorProto.BFLOAT16
+    for batch in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            native = autograd(module, F.cross_entropy, batch, torch.float32, step)
+        exact = autograd(module, F.cross_entropy, batch, torch.float64, step)
+        for kernels in (True, False):
+            for name, result in run(step, batch, kernels=kernels).items():
                 size = float(np.abs(exact[name]).max()) * 2.0**-8 / np.finfo(np.float32).eps
                 assert_gradients_close(result, native[name], exact[name], np.float32, terms=size)
 

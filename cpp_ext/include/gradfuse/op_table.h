@@ -11,6 +11,7 @@
 #include "gradfuse/ops/ctc_loss.h"
 #include "gradfuse/ops/ctc_loss_backward.h"
 #include "gradfuse/ops/embedding_dense_backward.h"
+#include "gradfuse/ops/fused_matmul.h"
 #include "gradfuse/ops/gelu_backward.h"
 #include "gradfuse/ops/grouped_bias_add_grad.h"
 #include "gradfuse/ops/gru_recurrence.h"
@@ -41,7 +42,7 @@ using OpTable = OpList<  //
     ApplyAdamWArgs, ApplyAdamW8bitArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
     GruRecurrenceBackwardArgs, MaxPoolBackwardArgs, ConvolutionArgs, GeluBackwardArgs, ThresholdBackwardArgs,
     LayerNormBackwardArgs, MatmulNBitsArgs, MatmulNBitsBackwardArgs, ScaledDotProductAttentionArgs,
-    ScaledDotProductAttentionBackwardArgs, LinearCrossEntropyArgs, PointwiseArgs>;
+    ScaledDotProductAttentionBackwardArgs, LinearCrossEntropyArgs, PointwiseArgs, FusedMatmulArgs>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

@@ -51,6 +51,17 @@ template <class Real>
 void MultiplyColumns(const Real* left, int64_t left_pitch, const Real* right, int64_t rows, int64_t columns,
                      int64_t depth, Real* product, int64_t pitch, bool adds);
 
+// The same for factors that are rounded to bfloat16, and sums in float32. Where the instruction set multiplies pairs of
+// neighbours in depth (AVX512-BF16), these lie packed in the bits of a float. A packed factor has PairedDepth(depth)
+// floats in the place of `depth`, and that is the argument of MultiplyPairs.
+int64_t PairedDepth(int64_t depth);
+template <class T>
+void PackLeftPairs(const Matrix<T>& left, int64_t rows, int64_t depth, float* packed);
+template <class T>
+void PackRightPairs(const Matrix<T>& right, int64_t depth, int64_t columns, float* packed);
+void MultiplyPairs(const float* left, const float* right, int64_t rows, int64_t columns, int64_t paired_depth,
+                   float* product, int64_t pitch, bool adds);
+
 // What blocks are best a multiple of: the rows and columns whose sums are in registers at once.
 int64_t TileRows();
 template <class Real>

@@ -350,7 +350,7 @@ def _exported(
     else:
         model, report = onnx_model.plain(exported), None
     if step.is_bfloat16_on_cpu:
-        narrow_types.widen_bfloat16(model)
+        narrow_types.widen_bfloat16(model, fuse=fuse)
 
     parts.begin(f"comparing the {which} model with PyTorch")
     # Opened once for all comparisons.
@@ -375,7 +375,7 @@ def _exported(
     comparing_sizes.compare(truths[0], model, opened, sizes.others, shapes, which)
 
     if step.is_bfloat16_on_cpu:
-        narrow_types.widen_bfloat16(complete)
+        narrow_types.widen_bfloat16(complete, fuse=fuse)
     index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1], normalised)
     constants = [name for name in step.state if name not in free]
     exported_step = TrainingStep(

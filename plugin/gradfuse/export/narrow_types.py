@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from gradfuse import custom_ops
+from gradfuse.custom_ops import functions
 from gradfuse.models.inlining import captured_by
+from gradfuse.passes.shapes import infer
 from gradfuse.training.step import LOSS
 
 _NARROW, _WIDE = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16), ir.DataType.FLOAT
@@ -17,6 +20,10 @@ _MOVES = frozenset(
     """.split()
 )
 """Operators that move numbers without computing: onnxruntime's CPU kernels of these take bfloat16."""
+
+_WIDE_OPERATORS = frozenset(("BatchNorm", "BatchNormBackward", "Convolution", "ConvolutionBackward"))
+"""Operators of gradfuse that compute as fast in float32, where whole layers need no casts between them."""
+_VIEWS = frozenset(("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"))
 
 _INTEGERS = {
     "Pow": frozenset((ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16)),
@@ -47,19 +54,76 @@ def compute_wider(model: ir.Model, *, narrow: bool) -> None:
                 _compute_wider(graph, node, integer, ir.DataType.INT32)
 
 
-def widen_bfloat16(model: ir.Model) -> None:
+def widen_bfloat16(model: ir.Model, *, fuse: bool) -> None:
     """Let arithmetic on bfloat16 that onnxruntime's CPU provider has no kernels for be in float32, between casts.
 
-    What only moves numbers stays narrow, and so do operators of gradfuse. A result that is used in float32 in its own
-    pass, forward or backward, is not rounded on the way; what the backward pass takes from the forward pass is kept in
-    bfloat16, in which it takes half of the memory.
+    What only moves numbers stays narrow, and so do most operators of gradfuse; with `fuse`, products of matrices become
+    one of them. A result that is used in float32 in its own pass, forward or backward, is not rounded on the way; what the
+    backward pass takes from the forward pass is kept in bfloat16, in which it takes half of the memory.
     """
+    if fuse:
+        products = [node for graph in model.graphs() for node in graph if _is_narrow_product(node)]
+        swaps = [value.producer() for node in products for value in node.inputs if value is not None]
+        known = [node for node in (*products, *swaps) if node is not None]
+        infer(model, {value for node in known for value in (*node.inputs, *node.outputs) if value is not None})
+        for node in products:
+            _fuse_product(node)
     for graph in model.graphs():
         for node in list(graph):
             types = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
-            if not node.domain and ir.DataType.BFLOAT16 in types and node.op_type not in _KEPT | _MOVES:
+            if ir.DataType.BFLOAT16 not in types:
+                continue
+            if node.op_type in _WIDE_OPERATORS if node.domain else node.op_type not in _KEPT | _MOVES:
                 _compute_wider(graph, node, ir.DataType.BFLOAT16, _WIDE)
     _skip_roundings(model.graph)
+    if fuse:
+        _round_in_products(model.graph)
+        functions.attach(model)
+
+
+def _is_narrow_product(node: ir.Node) -> bool:
+    return not node.domain and node.op_type in ("MatMul", "Gemm") and node.outputs[0].dtype == ir.DataType.BFLOAT16
+
+
+def _fuse_product(node: ir.Node) -> None:
+    """Make a product of matrices a `FusedMatmul`, which takes factors as they are before a transposition."""
+    (product,), graph = node.outputs, node.graph
+    assert isinstance(graph, ir.Graph)
+    factors, bias = list(node.inputs[:2]), node.inputs[2] if len(node.inputs) > 2 else None
+    if node.attributes.get_float("alpha", 1.0) != 1 or node.attributes.get_float("beta", 1.0) != 1:
+        return
+    if product.shape is None or (
+        bias is not None and (bias.shape is None or tuple(bias.shape) != tuple(product.shape)[-1:])
+    ):
+        return
+    transposed = [node.attributes.get_int("transA", 0), node.attributes.get_int("transB", 0)]
+    for index, factor in enumerate(factors):
+        if factor is None or factor.shape is None or len(factor.shape) < 2:
+            return
+        swap = factor.producer()
+        if swap is not None and _swaps_last_axes(swap, len(factor.shape)):
+            factors[index], transposed[index] = swap.inputs[0], 1 - transposed[index]
+    fused = ir.node(
+        "FusedMatmul",
+        factors if bias is None else [*factors, bias],
+        attributes=dict(zip(("trans_a", "trans_b"), transposed, strict=True)),
+        domain=custom_ops.DOMAIN,
+        outputs=[ir.Value(name=product.name, type=product.type, shape=product.shape)],
+    )
+    former = [value.producer() for value in node.inputs if value is not None]
+    graph.insert_before(node, fused)
+    ir.convenience.replace_all_uses_with(product, fused.outputs[0], replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    for swap in former:
+        if swap is not None and swap.op_type == "Transpose" and swap.graph is not None:
+            (value,) = swap.outputs
+            if not value.uses() and not value.is_graph_output():
+                swap.graph.remove(swap, safe=True)
+
+
+def _swaps_last_axes(node: ir.Node, rank: int) -> bool:
+    perm = node.attributes.get_ints("perm", range(rank)[::-1]) if node.op_type == "Transpose" else ()
+    return not node.domain and list(perm) == [*range(rank - 2), rank - 1, rank - 2]
 
 
 def _skip_roundings(graph: ir.Graph) -> None:
@@ -79,6 +143,88 @@ def _skip_roundings(graph: ir.Graph) -> None:
                 graph.remove(widening, safe=True)
         if not rounded.uses() and not rounded.is_graph_output():
             graph.remove(rounding, safe=True)
+
+
+def _round_in_products(graph: ir.Graph) -> None:
+    """Let products round their factors themselves, where that takes less time than casts of their own.
+
+    A right factor that is cast for one product alone is rounded by that. A product of at least twice as many columns as
+    the left factor has, as of a language model's head, is given in float32 if only such is read.
+    """
+    forward = _forward_pass(graph)
+    for node in list(graph):
+        if node.op_type != "FusedMatmul" or node.domain != custom_ops.DOMAIN:
+            continue
+        left, right = (_before_rounding(node, factor, forward) for factor in node.inputs[:2])
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        widenings = _widenings(node.outputs[0]) if left is not None and _is_wide(node) else None
+        if widenings:
+            node.replace_input_with(0, left)
+            if bias is not None:
+                cast = _cast(bias, _WIDE)
+                graph.insert_before(node, cast)
+                node.replace_input_with(2, cast.outputs[0])
+            for cast in widenings:
+                (value,) = cast.inputs
+                assert value is not None
+                _widen_views(value, node)
+                ir.convenience.replace_all_uses_with(cast.outputs[0], value)
+                graph.remove(cast, safe=True)
+        if right is not None and len(node.inputs[1].uses()) == 1:  # type: ignore[union-attr]
+            node.replace_input_with(1, right)
+        elif not widenings:
+            continue
+        node.attributes["factors_in_bfloat16"] = ir.AttrInt64("factors_in_bfloat16", 1)
+    for node in reversed(list(graph)):
+        if node.op_type == "Cast" and not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+            graph.remove(node, safe=True)
+
+
+def _widen_views(value: ir.Value, product: ir.Node) -> None:
+    """Make a value float32, and all that it is a view of, up to the result of a product."""
+    value.dtype = _WIDE
+    view = value.producer()
+    assert view is not None
+    if view is not product:
+        assert view.inputs[0] is not None
+        _widen_views(view.inputs[0], product)
+
+
+def _before_rounding(node: ir.Node, factor: ir.Value | None, forward: set[ir.Node]) -> ir.Value | None:
+    """What a factor is rounded from, unless the backward pass would keep it in float32 for that; else None."""
+    rounding = None if factor is None else factor.producer()
+    if rounding is None or not _casts(rounding, _WIDE, ir.DataType.BFLOAT16):
+        return None
+    source = rounding.inputs[0]
+    assert source is not None
+    return source if source.producer() is None or (rounding in forward) == (node in forward) else None
+
+
+def _is_wide(node: ir.Node) -> bool:
+    """Whether a product has at least twice as many columns as its left factor, which is not transposed."""
+    left, product = node.inputs[0], node.outputs[0]
+    if node.attributes.get_int("trans_a", 0) or left is None or left.shape is None or product.shape is None:
+        return False
+    columns, depth = product.shape[-1], left.shape[-1]
+    return isinstance(columns, int) and isinstance(depth, int) and columns >= 2 * depth
+
+
+def _widenings(value: ir.Value) -> list[ir.Node] | None:
+    """The casts to float32 that a value's uses are, perhaps behind views of it; None where there are other uses."""
+    if value.is_graph_output():
+        return None
+    found: list[ir.Node] = []
+    for node, index in value.uses():
+        if _casts(node, ir.DataType.BFLOAT16, _WIDE) and not node.outputs[0].is_graph_output():
+            found.append(node)
+        elif node.op_type in _VIEWS and not node.domain and index == 0:
+            behind = _widenings(node.outputs[0])
+            if behind is None:
+                return None
+            found += behind
+        else:
+            return None
+    return found
 
 
 def _forward_pass(graph: ir.Graph) -> set[ir.Node]:
