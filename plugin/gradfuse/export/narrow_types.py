@@ -58,8 +58,8 @@ def widen_bfloat16(model: ir.Model, *, fuse: bool) -> None:
     """Let arithmetic on bfloat16 that onnxruntime's CPU provider has no kernels for be in float32, between casts.
 
     What only moves numbers stays narrow, and so do most operators of gradfuse; with `fuse`, products of matrices become
-    one of them. A result that is used in float32 in its own pass, forward or backward, is not rounded on the way; what the
-    backward pass takes from the forward pass is kept in bfloat16, in which it takes half of the memory.
+    one of them. A result that is used in float32 in its own pass, forward or backward, is not rounded on the way; what
+    the backward pass takes from the forward pass is kept in bfloat16, in which it takes half of the memory.
     """
     if fuse:
         products = [node for graph in model.graphs() for node in graph if _is_narrow_product(node)]
