@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -206,14 +208,22 @@ _LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def train_in_float64(case: Case) -> tuple[list[float], dict[str, Tensor]]:
-    """Train with PyTorch's gradients; return the losses, and the trainable parameters after all steps."""
-    module = case.make().double()
+def train_in_torch(
+    case: Case, dtype: torch.dtype, nudge: np.random.Generator | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train with PyTorch's gradients; return the losses, and the trainable parameters after all steps.
+
+    With `nudge`, each trainable parameter starts one rounding higher or lower.
+    """
+    module = case.make().to(dtype)
     parameters = {name: value for name, value in module.named_parameters() if name not in case.frozen}
+    if nudge is not None:
+        for value in parameters.values():
+            value.data = torch.from_numpy(nudged(value.detach().numpy(), nudge))
     state = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in parameters.items()}
     losses = []
     for count, (x, target) in enumerate(case.batches(), start=1):
-        x, target = (t.double() if t.is_floating_point() else t for t in (x, target))
+        x, target = (t.to(dtype) if t.is_floating_point() else t for t in (x, target))
         loss = _LOSSES[case.loss](module(x), target)
         losses.append(loss.item())
         gradients = torch.autograd.grad(loss, list(parameters.values()))
@@ -227,6 +237,12 @@ def train_in_float64(case: Case) -> tuple[list[float], dict[str, Tensor]]:
                 else:
                     _adamw(parameter, gradient, *state[name], count, case.adam_mode, **case.options)
     return losses, {name: value.detach() for name, value in parameters.items()}
+
+
+def nudged(value: npt.NDArray[Any], generator: np.random.Generator) -> npt.NDArray[Any]:
+    """The next number above or below each."""
+    directions = generator.choice([-np.inf, np.inf], value.shape).astype(value.dtype)
+    return np.asarray(np.nextafter(value, directions))
 
 
 def _adamw(

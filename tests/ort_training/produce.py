@@ -28,7 +28,7 @@ import onnx
 import onnxruntime
 import torch
 from onnxruntime.training import api, artifacts, onnxblock
-from ort_training.cases import CASES, LEARNING_RATE, NUDGES, STEPS, Case, train_in_float64
+from ort_training.cases import CASES, LEARNING_RATE, NUDGES, STEPS, Case, nudged, train_in_torch
 
 import gradfuse
 
@@ -102,8 +102,7 @@ def train(
     if nudge is not None:
         for _, parameter in state.parameters:
             if parameter.requires_grad:
-                value = np.array(parameter.data)
-                parameter.data = np.nextafter(value, nudge.choice([-np.inf, np.inf], value.shape).astype(value.dtype))
+                parameter.data = nudged(np.array(parameter.data), nudge)
     optimizer = api.Optimizer(folder / "optimizer_model.onnx", module)
     optimizer.set_learning_rate(LEARNING_RATE)
     losses = []
@@ -123,7 +122,7 @@ def produce(case: Case, folder: Path) -> None:
     if case.random:
         return
     result = gradfuse.fuse(folder / "training_model.onnx", policy="all")
-    losses, parameters = train_in_float64(case)
+    losses, parameters = train_in_torch(case, torch.float64)
     exact = {"losses": np.array(losses), **{f"parameter.{name}": value.numpy() for name, value in parameters.items()}}
     with tempfile.TemporaryDirectory() as temporary:
         fused = Path(temporary, "fused.onnx")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from ort_training.cases import LEARNING_RATE, NUDGES, STEPS
+import torch
+from ort_training.cases import CASES, LEARNING_RATE, NUDGES, STEPS, train_in_torch
 
 import gradfuse
 from gradfuse.testing import assert_gradients_close
@@ -42,15 +44,24 @@ class Run:
     def worst_native(self, name: str) -> Array:
         """A parameter as the original model leaves it, each element from the run that is farthest from float64.
 
-        Committed artifacts have one run; those that are produced have more, whose first parameters are nudged.
-        Adam divides a gradient by its own size: where its sum cancels, one rounding of a parameter at the start moves
-        the parameter at the end by several.
+        Produced artifacts have several runs, whose first parameters are nudged. Committed ones have one, and PyTorch
+        runs the others, on this processor. Adam divides a gradient by its own size: where its sum cancels, one rounding
+        of a parameter at the start moves the parameter at the end by several.
         """
-        nudged = (f"nudged{count}.parameter.{name}" for count in range(NUDGES))
-        found = [self.arrays[key] for key in nudged if key in self.arrays]
+        keys = [f"nudged{count}.parameter.{name}" for count in range(NUDGES)]
+        found = [self.arrays[key] for key in keys if key in self.arrays] or [run[name] for run in self._nudged]
         runs = np.stack([self.parameter("native", name), *found])
         worst = np.abs(runs - self.parameter("exact", name)).argmax(0)
         return np.asarray(np.take_along_axis(runs, worst[None], 0)[0])
+
+    @cached_property
+    def _nudged(self) -> list[dict[str, Array]]:
+        """The parameters that PyTorch trains in float32 from nudged ones."""
+        runs = (
+            train_in_torch(CASES[self.folder.name], torch.float32, np.random.default_rng(count))[1]
+            for count in range(NUDGES)
+        )
+        return [{name: value.numpy() for name, value in run.items()} for run in runs]
 
     def train(self, step: gradfuse.TrainingStep, first: int = 0) -> tuple[gradfuse.TrainingSession, Array]:
         """Train in stock onnxruntime from a step on; return the session and the losses."""
