@@ -67,8 +67,8 @@ class MatrixOfFactor {
 
  private:
   int axes_;
-  int64_t sizes_[kMaxRank];  // of the axes of the product before its matrices, from the last one on
-  int64_t pitches_[kMaxRank];
+  int64_t sizes_[kMaxRank] = {};  // of the axes of the product before its matrices, from the last one on
+  int64_t pitches_[kMaxRank] = {};
 };
 
 }  // namespace gradfuse

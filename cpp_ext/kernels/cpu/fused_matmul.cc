@@ -54,8 +54,8 @@ int64_t RoundUp(int64_t number, int64_t multiple) { return CeilDiv(number, multi
 
 // Blocks of one size that cover so many rows or columns.
 struct Blocks {
-  int64_t total;
-  int64_t multiple;
+  int64_t total = 0;
+  int64_t multiple = 1;
   int64_t size = 0;
 
   int64_t Count() const { return CeilDiv(total, size); }
