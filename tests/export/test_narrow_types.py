@@ -151,6 +151,11 @@ def test_autocast_to_bfloat16_trains_in_stock_onnxruntime(fuse: bool) -> None:
                 assert_gradients_close(result, native[name], exact[name], np.float32, terms=size)
 
 
+def shape_of(model: onnx.ModelProto, name: str) -> list[int | str]:
+    (value,) = [value for value in model.graph.value_info if value.name == name]
+    return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+
 class Language(nn.Module):
     """A language model's parts with narrow products: linear layers in a row, attention, and a head of many words."""
 
@@ -177,8 +182,9 @@ def test_products_under_autocast_to_bfloat16_are_an_operator_that_rounds_as_pyto
     # Three of each layer, and six of attention.
     assert [node.op_type for node in nodes] == 15 * ["FusedMatmul"]
     types = {value.name: value.type.tensor_type.elem_type for value in step.model.graph.value_info}
-    (logits,) = [node for node in nodes if types.get(node.output[0]) == onnx.TensorProto.FLOAT]
-    assert types[logits.input[1]] == onnx.TensorProto.BFLOAT16
+    wide = [node for node in nodes if types.get(node.output[0]) == onnx.TensorProto.FLOAT]
+    weights = [shape_of(step.model, node.input[1]) for node in wide]
+    assert [50, 16] in weights and all(types[node.input[1]] == onnx.TensorProto.BFLOAT16 for node in wide)
     for batch in batches:
         with torch.autocast("cpu", torch.bfloat16):
             native = autograd(module, F.cross_entropy, batch, torch.float32, step)
@@ -187,6 +193,19 @@ def test_products_under_autocast_to_bfloat16_are_an_operator_that_rounds_as_pyto
             for name, result in run(step, batch, kernels=kernels).items():
                 size = float(np.abs(exact[name]).max()) * 2.0**-8 / np.finfo(np.float32).eps
                 assert_gradients_close(result, native[name], exact[name], np.float32, terms=size)
+
+
+def test_dropout_in_bfloat16_counts_its_draws_at_any_size() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 40), nn.Dropout(0.3), nn.Linear(40, 5))
+    shapes = [({0: "items"},), ({0: "items"},)]
+    batch = (torch.randn(4, 6),), (torch.arange(4),)
+    step = export_training_step(module, F.cross_entropy, batch, dynamic_shapes=shapes, autocast=torch.bfloat16)
+    for options in (None, onnxruntime.SessionOptions()):
+        session = TrainingSession(step, session_options=options)
+        for items in (3, 7):
+            loss = session.step(torch.randn(items, 6).numpy(), (torch.arange(items) % 5).numpy())
+            assert np.isfinite(loss)
 
 
 def test_steps_in_bfloat16_by_a_session_follow_those_of_autocast() -> None:

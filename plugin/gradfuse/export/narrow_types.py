@@ -3,6 +3,8 @@ all."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from gradfuse import custom_ops
@@ -21,6 +23,8 @@ _MOVES = frozenset(
 )
 """Operators that move numbers without computing: onnxruntime's CPU kernels of these take bfloat16."""
 
+_LACKING = frozenset(("Size",))
+"""What onnxruntime's CPU provider does with float16 only."""
 _WIDE_OPERATORS = frozenset(("BatchNorm", "BatchNormBackward", "Convolution", "ConvolutionBackward"))
 """Operators of gradfuse that compute as fast in float32, where whole layers need no casts between them."""
 _VIEWS = frozenset(("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"))
@@ -62,18 +66,19 @@ def widen_bfloat16(model: ir.Model, *, fuse: bool) -> None:
     the backward pass takes from the forward pass is kept in bfloat16, in which it takes half of the memory.
     """
     if fuse:
-        products = [node for graph in model.graphs() for node in graph if _is_narrow_product(node)]
+        products = [node for graph in model.graphs() for node in graph if _is_product(node)]
         swaps = [value.producer() for node in products for value in node.inputs if value is not None]
         known = [node for node in (*products, *swaps) if node is not None]
         infer(model, {value for node in known for value in (*node.inputs, *node.outputs) if value is not None})
         for node in products:
-            _fuse_product(node)
+            if node.outputs[0].dtype == ir.DataType.BFLOAT16:
+                _fuse_product(node)
     for graph in model.graphs():
         for node in list(graph):
             types = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
             if ir.DataType.BFLOAT16 not in types:
                 continue
-            if node.op_type in _WIDE_OPERATORS if node.domain else node.op_type not in _KEPT | _MOVES:
+            if node.op_type in _WIDE_OPERATORS if node.domain else node.op_type not in (_KEPT | _MOVES) - _LACKING:
                 _compute_wider(graph, node, ir.DataType.BFLOAT16, _WIDE)
     _skip_roundings(model.graph)
     if fuse:
@@ -81,8 +86,8 @@ def widen_bfloat16(model: ir.Model, *, fuse: bool) -> None:
         functions.attach(model)
 
 
-def _is_narrow_product(node: ir.Node) -> bool:
-    return not node.domain and node.op_type in ("MatMul", "Gemm") and node.outputs[0].dtype == ir.DataType.BFLOAT16
+def _is_product(node: ir.Node) -> bool:
+    return not node.domain and node.op_type in ("MatMul", "Gemm")
 
 
 def _fuse_product(node: ir.Node) -> None:
@@ -155,11 +160,13 @@ def _round_in_products(graph: ir.Graph) -> None:
     for node in list(graph):
         if node.op_type != "FusedMatmul" or node.domain != custom_ops.DOMAIN:
             continue
-        left, right = (_before_rounding(node, factor, forward) for factor in node.inputs[:2])
+        views = _views_of(node.inputs[0])
+        left = _before_rounding(node, views[-1].inputs[0] if views else node.inputs[0], forward)
+        right = _before_rounding(node, node.inputs[1], forward)
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         widenings = _widenings(node.outputs[0]) if left is not None and _is_wide(node) else None
         if widenings:
-            node.replace_input_with(0, left)
+            node.replace_input_with(0, _viewed(left, views, node))
             if bias is not None:
                 cast = _cast(bias, _WIDE)
                 graph.insert_before(node, cast)
@@ -176,8 +183,30 @@ def _round_in_products(graph: ir.Graph) -> None:
             continue
         node.attributes["factors_in_bfloat16"] = ir.AttrInt64("factors_in_bfloat16", 1)
     for node in reversed(list(graph)):
-        if node.op_type == "Cast" and not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+        is_left_over = node.op_type in _VIEWS | {"Cast"} and not node.outputs[0].uses()
+        if is_left_over and not node.outputs[0].is_graph_output():
             graph.remove(node, safe=True)
+
+
+def _views_of(value: ir.Value | None) -> list[ir.Node]:
+    """The nodes, from the last one on, that make a value a view of another."""
+    found: list[ir.Node] = []
+    while value is not None and (node := value.producer()) is not None and node.op_type in _VIEWS and not node.domain:
+        found.append(node)
+        value = node.inputs[0]
+    return found
+
+
+def _viewed(value: ir.Value | None, views: Sequence[ir.Node], before: ir.Node) -> ir.Value | None:
+    """The same views of another value, in nodes of their own."""
+    for view in reversed(views):
+        assert value is not None and before.graph is not None
+        (old,) = view.outputs
+        copy = ir.node(view.op_type, [value, *view.inputs[1:]], attributes=dict(view.attributes))
+        copy.outputs[0].type, copy.outputs[0].shape = ir.TensorType(_WIDE), old.shape
+        before.graph.insert_before(before, copy)
+        (value,) = copy.outputs
+    return value
 
 
 def _widen_views(value: ir.Value, product: ir.Node) -> None:
@@ -222,7 +251,7 @@ def _widenings(value: ir.Value) -> list[ir.Node] | None:
             if behind is None:
                 return None
             found += behind
-        else:
+        elif node.op_type != "Shape" or node.domain:
             return None
     return found
 
