@@ -18,6 +18,8 @@ def cases(random: np.random.Generator, dtype: str, large: bool) -> Iterator[Case
         sizes += [((), (), 4096, 1024, 4096)]
     for a_batch, b_batch, rows, depth, columns in sizes:
         for trans_a, trans_b in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            if trans_a and 0 in a_batch:
+                continue  # What onnxruntime makes of Transpose and MatMul in a function body takes no empty batch.
             a = Values.of(random.standard_normal((*a_batch, *((depth, rows) if trans_a else (rows, depth)))), dtype)
             b = Values.of(
                 random.standard_normal((*b_batch, *((columns, depth) if trans_b else (depth, columns)))), dtype
