@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from training_models import autograd, run
 
 from gradfuse import TrainingSession, export_training_step
+from gradfuse.export.narrow_types import widen_bfloat16
 from gradfuse.testing import assert_gradients_close
 
 DYNAMIC = ({0: "batch"},), ({0: "batch"},)
@@ -193,6 +195,30 @@ def test_products_under_autocast_to_bfloat16_are_an_operator_that_rounds_as_pyto
             for name, result in run(step, batch, kernels=kernels).items():
                 size = float(np.abs(exact[name]).max()) * 2.0**-8 / np.finfo(np.float32).eps
                 assert_gradients_close(result, native[name], exact[name], np.float32, terms=size)
+
+
+def test_views_of_a_wide_product_of_which_the_shape_alone_is_read_are_wide_too() -> None:
+    text = """
+        <ir_version: 10, opset_import: ["": 18]>
+        step (float[2, 4] x, float[4, 16] w) => (float loss, int64[1] sizes) {
+            narrow_x = Cast<to = 16>(x)
+            narrow_w = Cast<to = 16>(w)
+            product = MatMul(narrow_x, narrow_w)
+            flat = Constant<value_ints = [32]>()
+            view = Reshape(product, flat)
+            sizes = Shape(view)
+            wide = Cast<to = 1>(product)
+            loss = ReduceSum<keepdims = 0>(wide)
+        }
+    """
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
+    widen_bfloat16(model, fuse=True)
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    x, w = np.full((2, 4), 1 + 2.0**-10, np.float32), np.ones((4, 16), np.float32)
+    loss, sizes = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": x, "w": w})
+    assert loss == 128 and list(sizes) == [32]
+    assert "FusedMatmul" in {node.op_type for node in model.graph}
 
 
 def test_dropout_in_bfloat16_counts_its_draws_at_any_size() -> None:

@@ -171,10 +171,10 @@ def _round_in_products(graph: ir.Graph) -> None:
                 cast = _cast(bias, _WIDE)
                 graph.insert_before(node, cast)
                 node.replace_input_with(2, cast.outputs[0])
+            _widen_views(node.outputs[0])
             for cast in widenings:
                 (value,) = cast.inputs
                 assert value is not None
-                _widen_views(value, node)
                 ir.convenience.replace_all_uses_with(cast.outputs[0], value)
                 graph.remove(cast, safe=True)
         if right is not None and len(node.inputs[1].uses()) == 1:  # type: ignore[union-attr]
@@ -191,7 +191,7 @@ def _round_in_products(graph: ir.Graph) -> None:
 def _views_of(value: ir.Value | None) -> list[ir.Node]:
     """The nodes, from the last one on, that make a value a view of another."""
     found: list[ir.Node] = []
-    while value is not None and (node := value.producer()) is not None and node.op_type in _VIEWS and not node.domain:
+    while value is not None and (node := value.producer()) is not None and _is_view(node):
         found.append(node)
         value = node.inputs[0]
     return found
@@ -209,14 +209,17 @@ def _viewed(value: ir.Value | None, views: Sequence[ir.Node], before: ir.Node) -
     return value
 
 
-def _widen_views(value: ir.Value, product: ir.Node) -> None:
-    """Make a value float32, and all that it is a view of, up to the result of a product."""
+def _widen_views(value: ir.Value) -> None:
+    """Make a value float32, and all views of it."""
     value.dtype = _WIDE
-    view = value.producer()
-    assert view is not None
-    if view is not product:
-        assert view.inputs[0] is not None
-        _widen_views(view.inputs[0], product)
+    for node, index in value.uses():
+        if _is_view(node, index):
+            _widen_views(node.outputs[0])
+
+
+def _is_view(node: ir.Node, index: int = 0) -> bool:
+    """Whether a node gives a view of its input at an index."""
+    return node.op_type in _VIEWS and not node.domain and index == 0
 
 
 def _before_rounding(node: ir.Node, factor: ir.Value | None, forward: set[ir.Node]) -> ir.Value | None:
@@ -239,14 +242,20 @@ def _is_wide(node: ir.Node) -> bool:
 
 
 def _widenings(value: ir.Value) -> list[ir.Node] | None:
-    """The casts to float32 that a value's uses are, perhaps behind views of it; None where there are other uses."""
-    if value.is_graph_output():
+    """The casts to float32 that a value's uses are, perhaps behind views of it; None where there are other uses.
+
+    Of a shape the type does not matter. What a branch or a loop reads stays as it is.
+    """
+    producer = value.producer()
+    if value.is_graph_output() or producer is None:
         return None
     found: list[ir.Node] = []
     for node, index in value.uses():
+        if node.graph is not producer.graph:
+            return None
         if _casts(node, ir.DataType.BFLOAT16, _WIDE) and not node.outputs[0].is_graph_output():
             found.append(node)
-        elif node.op_type in _VIEWS and not node.domain and index == 0:
+        elif _is_view(node, index):
             behind = _widenings(node.outputs[0])
             if behind is None:
                 return None
