@@ -44,15 +44,15 @@ def _infer(call: Call) -> list[Tensor]:
         channels = call.same(name, "C", channels, found)
     if whole is not None:
         whole = (whole[0], channels, *whole[2:])
-    dtype = OPERATOR.dtype(call)
     statistics = [(channels,) if name in call.inputs else (0,) for name in ("running_mean", "running_var")]
-    return [Tensor(dtype, shape) for shape in (whole, (channels,), (channels,), *statistics)]
+    shapes = (whole, (channels,), (channels,), *statistics)
+    return [Tensor(dtype, shape) for dtype, shape in zip(OPERATOR.types_of_outputs(call), shapes, strict=True)]
 
 
 def _choices(call: Call) -> Iterable[str]:
     if call.attributes["relu"]:
         yield "relu"
-    if OPERATOR.dtype(call) == TensorProto.FLOAT:
+    if OPERATOR.dtype(call, "A") == TensorProto.FLOAT:
         yield "same"
 
 
@@ -63,12 +63,13 @@ def _updated(name: str, batch: str) -> str:
         batch_{name} = Squeeze({batch}, around_channels)
         added_{name} = Mul(batch_{name}, momentum_real)
         updated_{name} = Add(kept_{name}, added_{name})
-        new_{name} = CastLike(updated_{name}, input)
+        new_{name} = CastLike(updated_{name}, {name})
     """
 
 
 def _body(variant: Variant) -> str:
     given = variant.inputs
+    of_t = next((name for name in _OF_CHANNELS if name in given), "input")
     shifted = """
         bias_real = Cast<to=$real>(bias)
         bias_column = Unsqueeze(bias_real, around_channels)
@@ -104,9 +105,9 @@ def _body(variant: Variant) -> str:
         of_type = {"Identity(activated)" if "same" in variant.choices else "CastLike(activated, input)"}
         output = Reshape<allowzero=1>(of_type, whole_shape)
         mean_vector = Squeeze(mean, around_channels)
-        save_mean = CastLike(mean_vector, input)
+        save_mean = CastLike(mean_vector, {of_t})
         invstd_vector = Squeeze(invstd, around_channels)
-        save_invstd = CastLike(invstd_vector, input)
+        save_invstd = CastLike(invstd_vector, {of_t})
         momentum_float = Constant<value_float: float = @momentum>()
         momentum_real = Cast<to=$real>(momentum_float)
         whole_part = Constant<value_float = 1.0>()
@@ -114,7 +115,7 @@ def _body(variant: Variant) -> str:
         kept = Sub(whole_part_real, momentum_real)
         nothing = ConstantOfShape(zero_axis)
     """
-    absent = "new_{} = CastLike(nothing, input)\n"
+    absent = f"new_{{}} = CastLike(nothing, {of_t})\n"
     text += _updated("running_mean", "mean") if "running_mean" in given else absent.format("running_mean")
     if "running_var" in given:
         return text + unbiased + _updated("running_var", "unbiased")
@@ -130,8 +131,10 @@ def _torch_outputs(
     *_: object,
 ) -> tuple[torch.Tensor, ...]:
     channels = input.shape[1:2] if input.dim() > 1 else (0,)
+    of_t = next((one for one in (weight, bias, running_mean, running_var) if one is not None), input)
     statistics = ((0,) if one is None else channels for one in (running_mean, running_var))
-    return tuple(input.new_empty(shape) for shape in (input.shape, channels, channels, *statistics))
+    vectors = (of_t.new_empty(shape) for shape in (channels, channels, *statistics))
+    return (input.new_empty(input.shape), *vectors)
 
 
 OPERATOR = Operator(
@@ -146,14 +149,14 @@ OPERATOR = Operator(
     summary="(batch normalization in training mode itself, and a ReLU)",
     counterpart="`aten::_native_batch_norm_legit_functional`, `relu`",
     inputs=(
-        Input("input", "T", "What is normalized, (N, C, ...) of rank 2 to 8."),
+        Input("input", "A", "What is normalized, (N, C, ...) of rank 2 to 8."),
         Input("weight", "T", "Factor of each channel, (C). Absent: all ones.", optional=True),
         Input("bias", "T", "What is added to each channel, (C). Absent: all zeros.", optional=True),
         Input("running_mean", "T", "Running mean, (C).", optional=True),
         Input("running_var", "T", "Running variance, (C).", optional=True),
     ),
     outputs=(
-        Output("output", "The result, of the shape of input."),
+        Output("output", "The result, of the shape of input.", type="A"),
         Output("save_mean", "Mean of the batch, (C)."),
         Output("save_invstd", "1 / sqrt(variance of the batch + eps), (C)."),
         Output("new_running_mean", "Updated running mean, (C); (0) where there is none."),
@@ -164,7 +167,7 @@ OPERATOR = Operator(
         Attribute("eps", 1e-5, "Added to the variance, 0 or more."),
         Attribute("relu", 0, "1: the result is at least 0.", flag=True),
     ),
-    constraints={"T": FLOAT_TYPES},
+    constraints={"T": FLOAT_TYPES, "A": FLOAT_TYPES},
     infer=_infer,
     choices=_choices,
     body=_body,

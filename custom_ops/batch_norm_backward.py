@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_RANK = 8
+_TYPES = ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")
 _WHOLE = ("input", "grad_output", "relu_output")
 _OF_CHANNELS = ("weight", "save_mean", "save_invstd")
 
@@ -54,7 +55,7 @@ def _choices(call: Call) -> Iterable[str]:
     if dtype == TensorProto.DOUBLE:
         yield "double"
     # onnxruntime copies what it casts to its own type at the end.
-    if dtype in (TensorProto.FLOAT, TensorProto.DOUBLE):
+    if OPERATOR.dtype(call, "A") in (TensorProto.FLOAT, TensorProto.DOUBLE):
         yield "same"
 
 
@@ -113,7 +114,7 @@ def _body(variant: Variant) -> str:
         product = Mul(grad, distance)
         product_sum = ReduceSum<keepdims=1>(product, around_channels)
         nothing = ConstantOfShape(zero_axis)
-        no_elements = CastLike(nothing, input)
+        no_elements = CastLike(nothing, save_mean)
     """
     if "grad_input" in wanted:
         text += f"""
@@ -130,19 +131,19 @@ def _body(variant: Variant) -> str:
             grad_input = Reshape<allowzero=1>(grad_of_type, whole_shape)
         """
     else:
-        text += "grad_input = Identity(no_elements)\n"
+        text += "grad_input = CastLike(nothing, input)\n"
     if "grad_weight" in wanted:
         text += """
             weight_sum = Mul(product_sum, save_invstd_column)
             weight_sums = Squeeze(weight_sum, around_channels)
-            grad_weight = CastLike(weight_sums, input)
+            grad_weight = CastLike(weight_sums, save_mean)
         """
     else:
         text += "grad_weight = Identity(no_elements)\n"
     if "grad_bias" in wanted:
         text += """
             bias_sums = Squeeze(grad_sum, around_channels)
-            grad_bias = CastLike(bias_sums, input)
+            grad_bias = CastLike(bias_sums, save_mean)
         """
     else:
         text += "grad_bias = Identity(no_elements)\n"
@@ -159,8 +160,10 @@ def _torch_outputs(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
     channels = input.shape[1:2] if input.dim() > 1 else (0,)
-    shapes = (input.shape, channels, channels)
-    return tuple(input.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, output_mask, strict=True))
+    results = ((input, input.shape), (save_mean, channels), (save_mean, channels))
+    return tuple(
+        like.new_empty(shape if wanted else (0,)) for (like, shape), wanted in zip(results, output_mask, strict=True)
+    )
 
 
 OPERATOR = Operator(
@@ -175,25 +178,25 @@ OPERATOR = Operator(
     summary="batch normalization in training mode, and a ReLU behind it",
     counterpart="`aten::native_batch_norm_backward`, `threshold_backward`",
     inputs=(
-        Input("grad_output", "T", "Gradient of the result, or with relu_output of that, (N, C, ...) of rank 2 to 8."),
-        Input("input", "T", "Input of the normalization, the shape of grad_output."),
+        Input("grad_output", "A", "Gradient of the result, or with relu_output of that, (N, C, ...) of rank 2 to 8."),
+        Input("input", "A", "Input of the normalization, the shape of grad_output."),
         Input("weight", "T", "Its weight, (C). Absent: all ones.", optional=True),
         Input("save_mean", "T", "Mean of the batch, (C)."),
         Input("save_invstd", "T", "1 / sqrt(variance of the batch + eps), (C)."),
         Input(
             "relu_output",
-            "T",
+            "A",
             "What a ReLU made of the result, the shape of grad_output. Absent: there was none.",
             optional=True,
         ),
     ),
     outputs=(
-        Output("grad_input", "Gradient w.r.t. input, of its shape; (0) where it is not wanted."),
+        Output("grad_input", "Gradient w.r.t. input, of its shape; (0) where it is not wanted.", type="A"),
         Output("grad_weight", "Gradient w.r.t. weight, (C); (0) where it is not wanted."),
         Output("grad_bias", "Gradient w.r.t. the bias, (C); (0) where it is not wanted."),
     ),
     attributes=(Attribute("output_mask", (1, 1, 1), "Which of grad_input, grad_weight and grad_bias are wanted."),),
-    constraints={"T": ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")},
+    constraints={"T": _TYPES, "A": _TYPES},
     infer=_infer,
     choices=_choices,
     body=_body,

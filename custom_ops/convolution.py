@@ -10,6 +10,7 @@ from onnx import TensorProto
 from gradfuse.custom_ops.convolutions import (
     ATTRIBUTES,
     LISTS,
+    ROUNDS,
     TYPES,
     ConvolutionText,
     check_attributes,
@@ -17,7 +18,7 @@ from gradfuse.custom_ops.convolutions import (
     of_group,
     output_size,
 )
-from gradfuse.custom_ops.operator import Attribute, Call, Dim, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.operator import PAIRS, Attribute, Call, Dim, Input, Operator, Output, Tensor, TorchOp, Variant
 from gradfuse.custom_ops.spatial import numbers_of, paddings, per_axis, spatial_of
 
 if TYPE_CHECKING:
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 def _infer(call: Call) -> list[Tensor]:
     spatial = spatial_of(call, LISTS)
-    check_attributes(call, spatial)
-    call.flag("relu")
     dtype = OPERATOR.dtype(call)
+    check_attributes(call, spatial, dtype)
+    call.flag("relu")
     if spatial is None:
-        return [Tensor(dtype, None)]
+        return [Tensor(OPERATOR.dtype(call, "A"), None)]
     places = [f"D{axis}" for axis in range(spatial)]
     transposed, groups = call.attributes["transposed"], call.attributes["groups"]
     assert isinstance(groups, int)
@@ -54,7 +55,7 @@ def _infer(call: Call) -> list[Tensor]:
     for axis, size in enumerate(sizes):
         if isinstance(size, int) and size < 1:
             raise call.error("input", f"of dimension {axis + 2} {input[axis + 2]}", "room for the kernel")
-    return [Tensor(dtype, (input[0], outputs, *sizes))]
+    return [Tensor(OPERATOR.dtype(call, "A"), (input[0], outputs, *sizes))]
 
 
 def _choices(call: Call) -> Iterable[str]:
@@ -68,7 +69,7 @@ def _choices(call: Call) -> Iterable[str]:
     dtype = OPERATOR.dtype(call)
     if dtype == TensorProto.DOUBLE:
         yield "double"
-    if dtype == TensorProto.FLOAT:
+    if OPERATOR.dtype(call, "A") == TensorProto.FLOAT:
         yield "same"
 
 
@@ -76,7 +77,7 @@ class _Text(ConvolutionText):
     def text(self, *, biased: bool) -> str:
         """All of the body."""
         side = "small" if self.transposed else "large"
-        parts = [f"{side} = Cast<to=$real>(input)\nkernel = Cast<to=$real>(weight)"]
+        parts = [self.factor(side, "input"), self.factor("kernel", "weight")]
         if biased:
             parts.append("bias_real = Cast<to=$real>(bias)")
         if self.wide or self.transposed:
@@ -190,18 +191,18 @@ OPERATOR = Operator(
     doc=(
         "A convolution over 1 to 3 spatial dimensions, or a transposed one, as PyTorch's convolution; with relu at "
         "least 0. Attributes with a number for each spatial dimension may have one number for all. Nothing is "
-        "multiplied with padding: an infinity beside it gives no NaN."
+        "multiplied with padding: an infinity beside it gives no NaN. " + PAIRS
     ),
     summary="(a convolution itself, plain or transposed, and a ReLU)",
     counterpart="`aten::convolution`, `relu`",
     inputs=(
-        Input("input", "T", "What is convolved, (N, C, ...)."),
+        Input("input", "A", "What is convolved, (N, C, ...)."),
         Input("weight", "T", "The kernel, (M, C / groups, ...); with transposed (C, M / groups, ...)."),
         Input("bias", "T", "What is added to each channel, (M). Absent: all zeros.", optional=True),
     ),
-    outputs=(Output("output", "The result, (N, M, ...)."),),
-    attributes=(*ATTRIBUTES, Attribute("relu", 0, "1: the result is at least 0.", flag=True)),
-    constraints={"T": TYPES},
+    outputs=(Output("output", "The result, (N, M, ...).", type="A"),),
+    attributes=(*ATTRIBUTES, Attribute("relu", 0, "1: the result is at least 0.", flag=True), ROUNDS),
+    constraints={"T": TYPES, "A": TYPES},
     infer=_infer,
     choices=_choices,
     body=_body,

@@ -10,6 +10,7 @@ from onnx import TensorProto
 from gradfuse.custom_ops.convolutions import (
     ATTRIBUTES,
     LISTS,
+    ROUNDS,
     TYPES,
     ConvolutionText,
     check_attributes,
@@ -17,7 +18,7 @@ from gradfuse.custom_ops.convolutions import (
     of_group,
     output_size,
 )
-from gradfuse.custom_ops.operator import Attribute, Call, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.operator import PAIRS, Attribute, Call, Input, Operator, Output, Tensor, TorchOp, Variant
 from gradfuse.custom_ops.spatial import numbers_of, spatial_of
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 def _infer(call: Call) -> list[Tensor]:
     spatial = spatial_of(call, LISTS)
-    check_attributes(call, spatial)
+    check_attributes(call, spatial, OPERATOR.dtype(call))
     call.output_mask(OPERATOR)
     if spatial is None:
         return call.masked(OPERATOR, (None, None, (None,)))
@@ -68,7 +69,9 @@ class _Text(ConvolutionText):
         """All of the body."""
         small, large = ("input", "grad_output") if self.transposed else ("grad_output", "input")
         parts = [
-            f"small = Cast<to=$real>({small})\nlarge = Cast<to=$real>({large})\nkernel = Cast<to=$real>(weight)",
+            self.factor("small", small),
+            self.factor("large", large),
+            self.factor("kernel", "weight"),
             self.sizes(),
             "nothing_shape = Constant<value_ints=[0]>()\nnothing = ConstantOfShape(nothing_shape)",
         ]
@@ -89,10 +92,12 @@ class _Text(ConvolutionText):
         if "bias" in self.chosen:
             axes = ", ".join(map(str, [0, *(axis + 2 for axis in self.axes)]))
             parts.append(f"bias_axes = Constant<value_ints=[{axes}]>()")
-            parts.append(f"bias_sum = ReduceSum<keepdims=0>({'large' if self.transposed else 'small'}, bias_axes)")
+            parts.append(
+                "grad_real = Cast<to=$real>(grad_output)\nbias_sum = ReduceSum<keepdims=0>(grad_real, bias_axes)"
+            )
         for name, value in (("input", "convolved"), ("weight", "weight_sum"), ("bias", "bias_sum")):
             result = value if name in self.chosen else "nothing"
-            parts.append(f"grad_{name} = CastLike({result}, grad_output)")
+            parts.append(f"grad_{name} = CastLike({result}, {'input' if name == 'input' else 'weight'})")
         return "\n".join(parts)
 
     def _grad_weight_by_windows(self) -> str:
@@ -151,10 +156,13 @@ def _torch_outputs(
     output_padding: Sequence[int],
     groups: int,
     output_mask: Sequence[bool],
+    *_: object,
 ) -> tuple[torch.Tensor, ...]:
     channels = grad_output.shape[1:2] if grad_output.dim() > 1 else (0,)
-    shapes = (input.shape, weight.shape, channels)
-    return tuple(input.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, output_mask, strict=True))
+    results = ((input, input.shape), (weight, weight.shape), (weight, channels))
+    return tuple(
+        like.new_empty(shape if wanted else (0,)) for (like, shape), wanted in zip(results, output_mask, strict=True)
+    )
 
 
 OPERATOR = Operator(
@@ -163,25 +171,26 @@ OPERATOR = Operator(
     doc=(
         "Gradients of a convolution over 1 to 3 spatial dimensions, or of a transposed one, w.r.t. its input, weight "
         "and bias, as PyTorch's convolution_backward. Attributes with a number for each spatial dimension may have one "
-        "number for all. Nothing is multiplied with padding: an infinity beside it gives no NaN."
+        "number for all. Nothing is multiplied with padding: an infinity beside it gives no NaN. " + PAIRS
     ),
     summary="a convolution, or a transposed one",
     counterpart="`aten::convolution_backward`",
     inputs=(
-        Input("grad_output", "T", "Gradient of the result, (N, M, ...)."),
-        Input("input", "T", "Input of the convolution, (N, C, ...)."),
+        Input("grad_output", "A", "Gradient of the result, (N, M, ...)."),
+        Input("input", "A", "Input of the convolution, (N, C, ...)."),
         Input("weight", "T", "Its kernel, (M, C / groups, ...); with transposed (C, M / groups, ...)."),
     ),
     outputs=(
-        Output("grad_input", "Gradient w.r.t. input, of its shape; (0) where it is not wanted."),
+        Output("grad_input", "Gradient w.r.t. input, of its shape; (0) where it is not wanted.", type="A"),
         Output("grad_weight", "Gradient w.r.t. weight, of its shape; (0) where it is not wanted."),
         Output("grad_bias", "Gradient w.r.t. the bias, (M); (0) where it is not wanted."),
     ),
     attributes=(
         *ATTRIBUTES,
         Attribute("output_mask", (1, 1, 1), "Which of grad_input, grad_weight and grad_bias are wanted."),
+        ROUNDS,
     ),
-    constraints={"T": TYPES},
+    constraints={"T": TYPES, "A": TYPES},
     infer=_infer,
     choices=_choices,
     body=_body,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from onnx import TensorProto
+
 from gradfuse.custom_ops.operator import Attribute, Call, Dim, Variant
 from gradfuse.custom_ops.spatial import check_numbers, numbers_of, paddings, per_axis, spatial_of
 
@@ -16,13 +18,17 @@ ATTRIBUTES = (
     Attribute("output_padding", (0,), "With transposed: what its result was larger by."),
     Attribute("groups", 1, "Groups of channels."),
 )
+ROUNDS = Attribute("factors_in_bfloat16", 0, "1: what is multiplied is rounded to bfloat16; not of float64.", flag=True)
 LISTS = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
 """The attributes with a number for each spatial dimension, and the least that each number may be."""
 
 
-def check_attributes(call: Call, spatial: int | None) -> None:
+def check_attributes(call: Call, spatial: int | None, dtype: int) -> None:
     """Raise ArgumentError for attributes that no convolution has."""
     call.flag("transposed")
+    call.flag(ROUNDS.name)
+    if call.attributes[ROUNDS.name] and dtype == TensorProto.DOUBLE:
+        raise call.error(ROUNDS.name, 1, "0 for float64")
     check_numbers(call, spatial, LISTS)
     if call.attributes["transposed"] == 0 and any(numbers_of(call.attributes["output_padding"])):
         raise call.error("output_padding", list(numbers_of(call.attributes["output_padding"])), "0 without transposed")
@@ -65,6 +71,8 @@ def choices(call: Call) -> Iterable[str]:
     for name, numbers in {**lists, "padding": [*begin, *end]}.items():
         yield "_".join([name, *map(str, numbers)])
     yield f"groups_{call.attributes['groups']}"
+    if call.attributes[ROUNDS.name]:
+        yield "rounded"
     if call.attributes["transposed"]:
         yield "transposed"
 
@@ -89,8 +97,14 @@ class ConvolutionText:
         self.spatial = len(self.stride)
         self.begin, self.end = named["padding"][: self.spatial], named["padding"][self.spatial :]
         self.transposed, self.wide = "transposed" in variant.choices, variant.wide
+        self.rounds = "rounded" in variant.choices
         self.extra = named.get("extra", [0] * self.spatial)
         self.axes = range(self.spatial)
+
+    def factor(self, name: str, source: str) -> str:
+        """Name a factor, in the type that is computed in."""
+        rounded = f"rounded_{name} = Cast<to={TensorProto.BFLOAT16}>({source})\n" if self.rounds else ""
+        return f"{rounded}{name} = Cast<to=$real>({f'rounded_{name}' if rounded else source})"
 
     def sizes(self) -> str:
         """Name sizes of small, large and kernel."""

@@ -10,6 +10,7 @@ from onnx import TensorProto
 
 from gradfuse.custom_ops.operator import (
     FLOAT_TYPES,
+    PAIRS,
     Attribute,
     Call,
     Dim,
@@ -118,9 +119,7 @@ OPERATOR = Operator(
     stem="fused_matmul",
     doc=(
         "Matrix product a b + bias, with the last two axes of a factor swapped where trans_a or trans_b is 1; the axes "
-        "before these are broadcast, as in MatMul. Sums are in float32, and rounded once. Where both factors are "
-        "bfloat16, or are rounded to it, kernels multiply by the processor's instruction for pairs of such numbers, if "
-        "it has it (AVX512-BF16); that takes subnormal numbers for 0."
+        "before these are broadcast, as in MatMul. Sums are in float32, and rounded once. " + PAIRS
     ),
     summary="(a product of matrices, in bfloat16 where onnxruntime has none)",
     counterpart="`aten::matmul`, `aten::linear`",

@@ -35,6 +35,10 @@ Shape: TypeAlias = tuple[Dim, ...] | None
 """The dimensions of a tensor, or None where its rank is not known."""
 
 FLOAT_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+PAIRS = (
+    "Where both factors are bfloat16, or are rounded to it, kernels multiply by the processor's instruction for pairs "
+    "of such numbers, if it has it (AVX512-BF16); that takes subnormal numbers for 0."
+)
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,8 @@ class Call:
 
     def masked(self, operator: Operator, shapes: Sequence[Shape]) -> list[Tensor]:
         """The outputs, of these shapes where ``output_mask`` wants them, and without elements elsewhere."""
-        pairs = zip(shapes, self.output_mask(operator), strict=True)
-        return [Tensor(operator.dtype(self), shape if wanted else (0,)) for shape, wanted in pairs]
+        each = zip(operator.types_of_outputs(self), shapes, self.output_mask(operator), strict=True)
+        return [Tensor(dtype, shape if wanted else (0,)) for dtype, shape, wanted in each]
 
     def merged(self, shapes: Mapping[str, Shape], why: str = "") -> Shape:
         """The one shape of some arguments, as far as it is known; ``why`` is in messages, or the first of them."""
@@ -364,24 +368,40 @@ class Operator:
             if dtype != given[first.name].dtype:
                 wanted = f"{type_string(given[first.name].dtype)}, as {first.name}"
                 raise call.error(i.name, type_string(dtype), wanted)
+        if "A" in bound and "T" in bound:
+            t, a = (given[bound[name].name].dtype for name in "TA")
+            allowed = {t} if t == TensorProto.DOUBLE else {t, TensorProto.BFLOAT16}
+            if a not in allowed:
+                wanted = " or ".join(map(type_string, sorted(allowed)))
+                raise call.error(bound["A"].name, type_string(a), f"{wanted}, as {bound['T'].name} is {type_string(t)}")
         return call
 
-    def dtype(self, call: Call) -> int:
-        """The element type of the outputs: that of any input of type T, or 0 where none is known."""
-        found = (call.inputs[i.name].dtype for i in self.inputs if i.type == "T" and i.name in call.inputs)
-        return next((dtype for dtype in found if dtype != TensorProto.UNDEFINED), TensorProto.UNDEFINED)
+    def dtype(self, call: Call, variable: str = "T") -> int:
+        """The element type that T stands for, or A; 0 where it is not known.
 
-    def output_types(self, dtype: int) -> list[int]:
-        """The element type of each output where T is ``dtype``; 0 where that is not known."""
-        return [self._type_of(output.type, dtype) for output in self.outputs]
+        A is the type of activations: T, or bfloat16 beside T where that is not float64. Without inputs of T, that is A.
+        """
+        for name in (variable, "A"):
+            found = (call.inputs[i.name].dtype for i in self.inputs if i.type == name and i.name in call.inputs)
+            for dtype in found:
+                if dtype != TensorProto.UNDEFINED:
+                    return dtype
+        return TensorProto.UNDEFINED
 
-    def _type_of(self, variable: str, dtype: int) -> int:
-        """The type that a type variable of an output stands for where T is ``dtype``; 0 where that is not known."""
-        if variable == "T":
-            return dtype
+    def types_of_outputs(self, call: Call) -> list[int]:
+        """The element type of each output of a call; 0 where that is not known."""
+        return self.output_types(self.dtype(call), self.dtype(call, "A"))
+
+    def output_types(self, t: int, a: int | None = None) -> list[int]:
+        """The element type of each output where T and A are these; A is T if not told. 0 where it is not known."""
+        return [self._type_of(output.type, t, t if a is None else a) for output in self.outputs]
+
+    def _type_of(self, variable: str, t: int, a: int) -> int:
+        if variable in ("T", "A"):
+            return t if variable == "T" else a
         if len(self.constraints[variable]) == 1:
             return _TYPES[self.constraints[variable][0]]
-        return computed_type(dtype)
+        return computed_type(t)
 
     def variant(self, call: Call, opset: int) -> Variant:
         """The variant of the body which serves a call; refuses calls that the operator does not accept.
@@ -412,7 +432,7 @@ class Operator:
 
         They refuse a model with it by the name of the operator that is missing.
         """
-        like = next(i.name for i in self.inputs if i.type == "T")
+        like = next(i.name for i in self.inputs if i.type in ("T", "A") and not i.optional)
         lines = [f"refused = {REFUSED[0]}.{REFUSED[1]} ({like})"]
         lines += [f"{o.name} = CastLike (refused, {like})" for o in self.outputs]
         function = self._parsed([i.name for i in self.inputs], {"": opset, REFUSED[0]: 1}, "\n".join(lines))

@@ -9,7 +9,8 @@ aclnnStatus aclnnConvolutionGetWorkspaceSize(const aclTensor* input, const aclTe
                                              const aclTensor* biasOptional, const aclIntArray* stride,
                                              const aclIntArray* padding, const aclIntArray* dilation, bool transposed,
                                              const aclIntArray* outputPadding, int64_t groups, bool relu,
-                                             aclTensor* output, uint64_t* workspaceSize, aclOpExecutor** executor) {
+                                             bool factorsInBFloat16, aclTensor* output, uint64_t* workspaceSize,
+                                             aclOpExecutor** executor) {
   using gradfuse::capi::ReadNumbers;
   return gradfuse::capi::Prepare<Args>(
       __func__, {input, weight, biasOptional, output},
@@ -21,6 +22,7 @@ aclnnStatus aclnnConvolutionGetWorkspaceSize(const aclTensor* input, const aclTe
         args.output_padding = ReadNumbers("output_padding", outputPadding);
         args.groups = groups;
         args.relu = relu;
+        args.factors_in_bfloat16 = factorsInBFloat16;
       },
       workspaceSize, executor);
 }

@@ -9,8 +9,8 @@ aclnnStatus aclnnConvolutionBackwardGetWorkspaceSize(const aclTensor* gradOutput
                                                      const aclTensor* weight, const aclIntArray* stride,
                                                      const aclIntArray* padding, const aclIntArray* dilation,
                                                      bool transposed, const aclIntArray* outputPadding, int64_t groups,
-                                                     const aclIntArray* outputMask, aclTensor* gradInput,
-                                                     aclTensor* gradWeight, aclTensor* gradBias,
+                                                     const aclIntArray* outputMask, bool factorsInBFloat16,
+                                                     aclTensor* gradInput, aclTensor* gradWeight, aclTensor* gradBias,
                                                      uint64_t* workspaceSize, aclOpExecutor** executor) {
   using gradfuse::capi::ReadNumbers;
   return gradfuse::capi::Prepare<Args>(
@@ -23,6 +23,7 @@ aclnnStatus aclnnConvolutionBackwardGetWorkspaceSize(const aclTensor* gradOutput
         args.output_padding = ReadNumbers("output_padding", outputPadding);
         args.groups = groups;
         args.output_mask = ReadNumbers("output_mask", outputMask);
+        args.factors_in_bfloat16 = factorsInBFloat16;
       },
       workspaceSize, executor);
 }

@@ -75,7 +75,7 @@ class Plan final : public Executor {
     set_attributes(args_);
     ThrowIfError(Check(args_));
     const std::vector<Shape> shapes = OutputShapes(args_);
-    OutputReader outputs{staging_, arguments, inputs.next, inputs.next, shapes.data(), inputs.t};
+    OutputReader outputs{staging_, arguments, inputs.next, inputs.next, shapes.data(), inputs.t, inputs.a};
     Args::Visit(args_, outputs);
     if (device.is_host() && staging_.reads_values()) {
       const auto copies = staging_.ReadValues();
@@ -114,6 +114,7 @@ class Plan final : public Executor {
     void Input(const char*, Tensor& tensor, const TypeSet& types) {
       staging.Input(*next++, types, tensor);
       if (types.is_t() && !t) t = tensor.dtype;
+      if (types.is_a() && !a) a = tensor.dtype;
     }
     void Input(const char* name, std::optional<Tensor>& tensor, const TypeSet& types) {
       if (!next->tensor && next->array == nullptr) {
@@ -129,6 +130,7 @@ class Plan final : public Executor {
     Staging& staging;
     const Argument* next = nullptr;
     std::optional<DType> t = std::nullopt;
+    std::optional<DType> a = std::nullopt;
   };
 
   struct OutputReader {
@@ -137,7 +139,8 @@ class Plan final : public Executor {
     template <class Value>
     void Attribute(const char*, const Value&) {}
     void Output(const char*, MutableTensor& tensor, const TypeSet& types) {
-      const DType dtype = types.Choice(0, t.value_or(DType::kFloat32));
+      const DType activation = a.value_or(DType::kFloat32);
+      const DType dtype = types.Choice(0, t.value_or(activation), activation);
       staging.Output(inputs, outputs, next++, TensorLayout(dtype, *shape++), tensor);
     }
 
@@ -147,6 +150,7 @@ class Plan final : public Executor {
     const Argument* next = nullptr;
     const Shape* shape = nullptr;
     std::optional<DType> t = std::nullopt;
+    std::optional<DType> a = std::nullopt;
   };
 
   Args args_;

@@ -23,6 +23,12 @@ int64_t ConvolvedSize(const Args& args, int spatial, int axis) {
   return room < 0 ? 0 : room / stride + 1;
 }
 
+// Whether two factors are multiplied as bfloat16: they are, or are rounded to it.
+template <class Args>
+bool MultipliesBFloat16(const Args& args, const Tensor& left, const Tensor& right) {
+  return args.factors_in_bfloat16 != 0 || (left.dtype == DType::kBFloat16 && right.dtype == DType::kBFloat16);
+}
+
 // Ranks and attributes.
 template <class Args>
 Status CheckConvolution(const Args& args) {
@@ -33,6 +39,9 @@ Status CheckConvolution(const Args& args) {
   GRADFUSE_EXPECT(args.weight.shape.rank() == rank, "weight", Describe(args.weight),
                   std::to_string(rank) + " dimensions as input");
   GRADFUSE_RETURN_IF_ERROR(CheckFlag("transposed", args.transposed));
+  GRADFUSE_RETURN_IF_ERROR(CheckFlag("factors_in_bfloat16", args.factors_in_bfloat16));
+  GRADFUSE_EXPECT(args.factors_in_bfloat16 == 0 || args.weight.dtype != DType::kFloat64, "factors_in_bfloat16",
+                  std::to_string(args.factors_in_bfloat16), "0 for float64");
   GRADFUSE_RETURN_IF_ERROR(CheckNumbers("stride", args.stride, spatial, false, 1));
   GRADFUSE_RETURN_IF_ERROR(CheckNumbers("padding", args.padding, spatial, true, 0));
   GRADFUSE_RETURN_IF_ERROR(CheckNumbers("dilation", args.dilation, spatial, false, 1));

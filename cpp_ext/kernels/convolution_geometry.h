@@ -55,6 +55,7 @@ struct ConvolutionGeometry {
   int64_t small_size;
   int64_t large_size;
   int64_t kernel_size;
+  bool pairs = false;  // whether numbers are pairs of bfloat16, of two channels or two items: see convolution_pairs.h
 };
 
 }  // namespace gradfuse

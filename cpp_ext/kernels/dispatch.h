@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "gradfuse/float16.h"
 #include "gradfuse/tensor.h"
 
@@ -24,6 +26,24 @@ decltype(auto) WithShortFloatType(DType dtype, const Body& body) {
     case DType::kFloat16: return body(Half{});
     case DType::kBFloat16: return body(BFloat16{});
     default: return body(float{});
+  }
+}
+
+// Calls body with zeros of A and T, the types of activations and of what else an operator takes. ShortTypes: without
+// float64.
+template <bool kShortTypes, class Body>
+decltype(auto) WithActivationTypes(DType a, DType t, const Body& body) {
+  const auto with_t = [&](auto type) -> decltype(auto) {
+    using T = decltype(type);
+    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, Half>) {
+      if (a == DType::kBFloat16) return body(BFloat16{}, T{});
+    }
+    return body(T{}, T{});
+  };
+  if constexpr (kShortTypes) {
+    return WithShortFloatType(t, with_t);
+  } else {
+    return WithFloatType(t, with_t);
   }
 }
 

@@ -64,25 +64,36 @@ Status LayoutCheck::CheckType(const char* name, const Tensor& tensor, const Type
   return {};
 }
 
-Status LayoutCheck::CheckT(const char* name, const Tensor& tensor) {
-  if (first_name_ == nullptr) {
-    first_name_ = name;
-    first_type_ = tensor.dtype;
-    return CheckType(name, tensor, t_);
+Status LayoutCheck::CheckT(const char* name, const Tensor& tensor) const {
+  const FirstInputs::First& first = first_.t();
+  if (name == first.name) return CheckType(name, tensor, t_);
+  GRADFUSE_EXPECT(tensor.dtype == first.type, name, Name(tensor.dtype),
+                  std::string(Name(first.type)) + " as " + first.name);
+  return {};
+}
+
+Status LayoutCheck::CheckA(const char* name, const Tensor& tensor) const {
+  const auto& [t_name, t] = first_.t();
+  if (name == t_name) return CheckType(name, tensor, t_);
+  const auto& [a_name, a] = first_.of_a;
+  if (name != a_name) {
+    GRADFUSE_EXPECT(tensor.dtype == a, name, Name(tensor.dtype), std::string(Name(a)) + " as " + a_name);
+    return {};
   }
-  GRADFUSE_EXPECT(tensor.dtype == first_type_, name, Name(tensor.dtype),
-                  std::string(Name(first_type_)) + " as " + first_name_);
+  GRADFUSE_EXPECT(TypeSet::IsActivationOf(a, t), name, Name(a),
+                  std::string(Name(t)) + " as " + t_name + (t == DType::kFloat64 ? "" : ", or bfloat16"));
   return {};
 }
 
 Status LayoutCheck::CheckChoice(const char* name, const Tensor& tensor, const TypeSet& types) const {
+  const auto& [first_name, t] = first_.t();
   std::string list;
   for (int index = 0; index < types.choices(); ++index) {
-    const DType choice = types.Choice(index, first_type_);
+    const DType choice = types.Choice(index, t, first_.of_a.type);
     if (tensor.dtype == choice) return {};
     list += (index == 0 ? "" : " or ") + std::string(Name(choice));
   }
-  return Refuse(name, Name(tensor.dtype), list + ", as " + first_name_ + " is " + Name(first_type_));
+  return Refuse(name, Name(tensor.dtype), list + ", as " + first_name + " is " + Name(t));
 }
 
 }  // namespace internal

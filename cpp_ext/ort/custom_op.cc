@@ -1,5 +1,6 @@
 #include "ort/custom_op.h"
 
+#include <algorithm>
 #include <climits>
 
 namespace gradfuse::ort {
@@ -50,18 +51,25 @@ void OutputMaker::Output(const char* name, MutableTensor& tensor, const TypeSet&
 }
 
 std::vector<Signature::Types> Signature::Combinations() const {
-  int count = t_.size();
-  for (const TypeSet& types : inputs_) count *= types.choices();
-  std::vector<Types> combinations(static_cast<size_t>(count));
-  for (int index = 0; index < count; ++index) {
-    const DType t = t_[index % t_.size()];
-    int rest = index / t_.size();
-    Types& combination = combinations[static_cast<size_t>(index)];
-    for (const TypeSet& types : inputs_) {
-      combination.inputs.push_back(types.Choice(rest % types.choices(), t));
-      rest /= types.choices();
+  int choices = 1;
+  for (const TypeSet& types : inputs_) choices *= types.choices();
+  std::vector<Types> combinations;
+  const auto add = [&](DType t, DType a) {
+    for (int index = 0; index < choices; ++index) {
+      int rest = index;
+      Types& combination = combinations.emplace_back();
+      for (const TypeSet& types : inputs_) {
+        combination.inputs.push_back(types.Choice(rest % types.choices(), t, a));
+        rest /= types.choices();
+      }
+      for (const TypeSet& types : outputs_) combination.outputs.push_back(types.Choice(0, t, a));
     }
-    for (const TypeSet& types : outputs_) combination.outputs.push_back(types.Choice(0, t));
+  };
+  for (DType t : t_) add(t, t);
+  // After those, as the host takes the first that fits where inputs that would tell T are absent.
+  const bool has_a = std::any_of(inputs_.begin(), inputs_.end(), [](const TypeSet& types) { return types.is_a(); });
+  for (DType t : has_a ? t_ : TypeSet()) {
+    if (t != DType::kBFloat16 && TypeSet::IsActivationOf(DType::kBFloat16, t)) add(t, DType::kBFloat16);
   }
   return combinations;
 }

@@ -48,7 +48,7 @@ class Describer {
   std::string List(const TypeSet& types) const {
     std::vector<DType> found(types.begin(), types.end());
     for (DType t : types.follows_t() ? t_ : TypeSet()) {
-      const DType type = types.Choice(types.choices() - 1, t);
+      const DType type = types.Choice(types.choices() - 1, t, t);
       if (std::find(found.begin(), found.end(), type) == found.end()) found.push_back(type);
     }
     std::string list;

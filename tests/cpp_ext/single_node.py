@@ -18,7 +18,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from backends import ONNX_TYPES, one_node, to_ort_value
+from backends import ONNX_TYPES, one_node, to_ort_value, types_of_outputs
 from onnx import TensorProto, helper
 from torch import Tensor
 
@@ -76,11 +76,11 @@ def run(op: str, *inputs: Tensor | None, threads: int = 1, **attributes: Any) ->
     types = tuple(None if tensor is None else (ONNX_TYPES[tensor.dtype], tensor.dim()) for tensor in inputs)
     session = _session(op, types, tuple(sorted(attributes.items())), threads, _device)
     feeds = {i.name: to_ort_value(t) for i, t in zip(session.get_inputs(), present, strict=True)}
-    t = next(tensor.dtype for tensor in present if tensor.dtype.is_floating_point)
+    dtypes = types_of_outputs(op, [None if given is None else given[0] for given in types])
     # onnxruntime hands no bfloat16 to Python: such outputs were widened, which is exact.
     return [
         torch.from_numpy(out).to(_TORCH_TYPES[dtype])
-        for out, dtype in zip(session.run(None, feeds), OPS[op].output_types(ONNX_TYPES[t]), strict=True)
+        for out, dtype in zip(session.run(None, feeds), dtypes, strict=True)
     ]
 
 
@@ -97,9 +97,10 @@ def _session(
         trimmed.pop()
     shapes = [None if given is None else (given[0], [None] * given[1]) for given in trimmed]
     model = one_node(op, shapes, dict(attributes))
-    t = next(given for given in shapes if given is not None)[0]
     del model.graph.output[:]
-    for output, dtype in zip(OPS[op].outputs, OPS[op].output_types(t), strict=True):
+    for output, dtype in zip(
+        OPS[op].outputs, types_of_outputs(op, [given and given[0] for given in types]), strict=True
+    ):
         name = output.name
         if dtype == TensorProto.BFLOAT16:
             name, dtype = f"{name}_wide", TensorProto.FLOAT

@@ -195,15 +195,18 @@ def exported_as(dtype: torch.dtype) -> TrainingStep:
 
 
 @pytest.mark.parametrize("between", (nn.ReLU(), nn.Identity()), ids=("relu", "none"))
-def test_under_autocast_it_is_computed_in_the_type_of_its_parameters(between: nn.Module) -> None:
+def test_under_autocast_activations_are_narrow_beside_parameters_and_statistics(between: nn.Module) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), between, nn.Linear(6, 3))
     batch = torch.randn(16, 4), torch.randint(0, 3, (16,))
     step = export_training_step(module, F.cross_entropy, batch, autocast=torch.bfloat16)
     (forward,), (backward,) = of_type(step, "BatchNorm"), of_type(step, "BatchNormBackward")
     types = {v.name: v.type.tensor_type.elem_type for v in (*step.model.graph.value_info, *step.model.graph.input)}
-    for node in (forward, backward):
-        assert {types[name] for name in node.input if name in types} == {onnx.TensorProto.FLOAT}
+    for node, activations in ((forward, {0}), (backward, {0, 1, 5})):
+        for index, name in enumerate(node.input):
+            if name in types:
+                narrow = index in activations
+                assert types[name] == (onnx.TensorProto.BFLOAT16 if narrow else onnx.TensorProto.FLOAT), (node, name)
 
 
 def test_in_evaluation_mode_it_stays_in_pieces() -> None:

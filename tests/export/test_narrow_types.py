@@ -153,6 +153,68 @@ def test_autocast_to_bfloat16_trains_in_stock_onnxruntime(fuse: bool) -> None:
                 assert_gradients_close(result, native[name], exact[name], np.float32, terms=size)
 
 
+class Pictures(nn.Module):
+    """Convolutions of all kinds between batch norms, one with weights that are used twice and one in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.twice, self.plain_norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8, affine=False)
+        self.by_channel = nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=8)
+        self.point, self.last_norm = nn.Conv2d(8, 5, 1, stride=2), nn.BatchNorm2d(5, track_running_stats=False)
+        self.up, self.exact = nn.ConvTranspose2d(5, 4, 2, stride=2), nn.Conv2d(4, 4, 2)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm(self.first(x)))
+        h = F.relu(h + self.twice(F.max_pool2d(self.twice(h), 3, 1, 1)))
+        h = self.plain_norm(self.by_channel(h))
+        h = torch.sigmoid(self.up(F.relu(self.last_norm(self.point(h)))))
+        with torch.autocast("cpu", enabled=False):
+            h = self.exact(h.to(self.exact.weight.dtype))
+        return self.head(h.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_convolutions_under_autocast_to_bfloat16_keep_activations_in_it(fuse: bool) -> None:
+    torch.manual_seed(0)
+    module = Pictures()
+    batches = [((torch.randn(items, 3, 12, 12),), (torch.arange(items) % 5,)) for items in (3, 4, 6, 7, 8, 9)]
+    step = export_training_step(
+        module, F.cross_entropy, batches[0], dynamic_shapes=DYNAMIC, autocast=torch.bfloat16, fuse=fuse
+    )
+    errors: dict[tuple[str, str], float] = {}
+    for batch in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = {"native": autograd(module, F.cross_entropy, batch, torch.float32, step)}
+        exact = autograd(module, F.cross_entropy, batch, torch.float64, step)
+        for kernels in (True, False) if fuse else (False,):
+            found[f"kernels={kernels}"] = run(step, batch, kernels=kernels)
+        for way, results in found.items():
+            for name, result in results.items():
+                squares = float(np.square(result - exact[name]).sum())
+                errors[way, name] = errors.get((way, name), 0.0) + squares
+    for (way, name), error in errors.items():
+        # Each element is the sum of many roundings to bfloat16: together they are as large as PyTorch's.
+        assert math.sqrt(error) <= 2 * math.sqrt(errors["native", name]) + 1e-6, (way, name)
+    if not fuse:
+        return
+    graph = onnx.shape_inference.infer_shapes(step.model).graph
+    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.output)}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    types |= {value.name: value.type.tensor_type.elem_type for value in graph.input}
+    counts = {"Convolution": 0, "ConvolutionBackward": 0, "BatchNorm": 0, "BatchNormBackward": 0}
+    narrow, wide = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+    for node in graph.node:
+        if node.op_type not in counts or "exact" in " ".join(node.input):
+            continue
+        counts[node.op_type] += 1
+        first = 1 + node.op_type.endswith("Backward")
+        assert {types[name] for name in (*node.input[:first], node.output[0])} == {narrow}, node
+        assert {types[name] for name in (node.input[first], *node.output[1:]) if name in types} <= {wide}, node
+    assert counts == {"Convolution": 6, "ConvolutionBackward": 6, "BatchNorm": 3, "BatchNormBackward": 3}, counts
+
+
 def shape_of(model: onnx.ModelProto, name: str) -> list[int | str]:
     (value,) = [value for value in model.graph.value_info if value.name == name]
     return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]

@@ -56,6 +56,18 @@ def opsets() -> tuple[int, ...]:
     return (15, 17, 18, 21, newest_opset())
 
 
+def types_of_outputs(op: str, dtypes: Sequence[int | None]) -> list[int]:
+    """The element types of an operator's outputs for inputs of these, None for an absent one."""
+    operator = OPS[op]
+
+    def of(*variables: str) -> int:
+        pairs = zip(operator.inputs, dtypes, strict=False)
+        found = {i.type: dtype for i, dtype in reversed(list(pairs)) if dtype is not None}
+        return next((found[variable] for variable in variables if variable in found), TensorProto.FLOAT)
+
+    return operator.output_types(of("T", "A"), of("A", "T"))
+
+
 def one_node(
     op: str,
     inputs: Sequence[tuple[int, Sequence[int | str | None]] | None],
@@ -69,12 +81,13 @@ def one_node(
     operator = OPS[op]
     names = [i.name if given else "" for i, given in zip(operator.inputs, inputs, strict=False)]
     infos = [helper.make_tensor_value_info(name, *given) for name, given in zip(names, inputs, strict=True) if given]
-    of_type_t = (given[0] for i, given in zip(operator.inputs, inputs, strict=False) if given and i.type == "T")
-    t = next(of_type_t, TensorProto.FLOAT)
     outputs = [
         helper.make_tensor_value_info(output.name, dtype, [None] * rank)
         for output, dtype, rank in zip(
-            operator.outputs, operator.output_types(t), ranks or [0] * len(operator.outputs), strict=True
+            operator.outputs,
+            types_of_outputs(op, [given[0] if given else None for given in inputs]),
+            ranks or [0] * len(operator.outputs),
+            strict=True,
         )
     ]
     if not ranks:

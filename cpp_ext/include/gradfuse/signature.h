@@ -51,16 +51,28 @@ class TypeSet {
     return set;
   }
 
+  // A: the type that an op's activations share, T or, where that is not float64, bfloat16. Without any input of T, that
+  // is A.
+  static constexpr TypeSet Activation() {
+    TypeSet set;
+    set.is_a_ = true;
+    return set;
+  }
+  static constexpr bool IsActivationOf(DType a, DType t) {
+    return a == t || (a == DType::kBFloat16 && t != DType::kFloat64);
+  }
+
   // The types that there are to choose from once T is known: all those that do not follow from it.
   constexpr int choices() const { return size_ + (size_ == 0 || or_t_ ? 1 : 0); }
-  constexpr DType Choice(int index, DType t) const {
-    return index < size_ ? types_[index] : is_computed_ ? ComputedType(t) : t;
+  constexpr DType Choice(int index, DType t, DType a) const {
+    return index < size_ ? types_[index] : is_computed_ ? ComputedType(t) : is_a_ ? a : t;
   }
 
   constexpr bool read_by_host() const { return read_by_host_; }
   constexpr bool is_checked() const { return checked_; }
-  constexpr bool is_t() const { return size_ == 0 && !is_computed_; }
-  constexpr bool follows_t() const { return is_computed_ || or_t_; }
+  constexpr bool is_t() const { return size_ == 0 && !is_computed_ && !is_a_; }
+  constexpr bool is_a() const { return is_a_; }
+  constexpr bool follows_t() const { return is_computed_ || or_t_ || is_a_; }
   constexpr int size() const { return size_; }
   constexpr DType operator[](int index) const { return types_[index]; }
   constexpr const DType* begin() const { return types_; }
@@ -76,6 +88,7 @@ class TypeSet {
   DType types_[8] = {};
   int size_ = 0;
   bool is_computed_ = false;
+  bool is_a_ = false;
   bool or_t_ = false;
   bool read_by_host_ = false;
   bool checked_ = false;
@@ -83,6 +96,7 @@ class TypeSet {
 
 inline constexpr TypeSet kT{};
 inline constexpr TypeSet kComputedT = TypeSet::ComputedT();
+inline constexpr TypeSet kA = TypeSet::Activation();
 
 // Every op is a struct of its arguments: inputs (std::optional where they may be absent), attributes with their
 // defaults, and outputs. Its static Visit(args, visitor) shows each to a visitor, in the order of the ONNX signature:
@@ -122,13 +136,38 @@ Status Refuse(const std::string& argument, const std::string& got, const std::st
 
 namespace internal {
 
+// The first inputs of types T and A.
+struct FirstInputs {
+  struct First {
+    const char* name = nullptr;
+    DType type = DType::kFloat32;
+  };
+
+  void Input(const char* name, const Tensor& tensor, const TypeSet& types) {
+    First& first = types.is_a() ? of_a : of_t;
+    if (first.name == nullptr && (types.is_a() || types.is_t())) first = {name, tensor.dtype};
+  }
+  void Input(const char* name, const std::optional<Tensor>& tensor, const TypeSet& types) {
+    if (tensor) Input(name, *tensor, types);
+  }
+  template <class Value>
+  void Attribute(const char*, const Value&) {}
+  void Output(const char*, const MutableTensor&, const TypeSet&) {}
+
+  const First& t() const { return of_t.name != nullptr ? of_t : of_a; }
+
+  First of_t;
+  First of_a;
+};
+
 class LayoutCheck {
  public:
-  explicit LayoutCheck(const TypeSet& t) : t_(t) {}
+  LayoutCheck(const TypeSet& t, const FirstInputs& first) : t_(t), first_(first) {}
 
   void Input(const char* name, const Tensor& tensor, const TypeSet& types) {
     if (!status.ok()) return;
     status = types.is_t()        ? CheckT(name, tensor)
+             : types.is_a()      ? CheckA(name, tensor)
              : types.follows_t() ? CheckChoice(name, tensor, types)
                                  : CheckType(name, tensor, types);
     if (status.ok() && tensor.shape.rank() > kMaxRank) {
@@ -147,13 +186,12 @@ class LayoutCheck {
 
  private:
   static Status CheckType(const char* name, const Tensor& tensor, const TypeSet& types);
-  Status CheckT(const char* name, const Tensor& tensor);
-  // Of an argument that comes after one of type T.
+  Status CheckT(const char* name, const Tensor& tensor) const;
+  Status CheckA(const char* name, const Tensor& tensor) const;
   Status CheckChoice(const char* name, const Tensor& tensor, const TypeSet& types) const;
 
   TypeSet t_;
-  const char* first_name_ = nullptr;
-  DType first_type_ = DType::kFloat32;
+  const FirstInputs& first_;
 };
 
 class InputFinder {
@@ -190,7 +228,9 @@ const char* InputName(int32_t place) {
 // and contiguous elements.
 template <class Args>
 Status CheckLayout(const Args& args) {
-  internal::LayoutCheck check(Args::kTypes);
+  internal::FirstInputs first;
+  Args::Visit(args, first);
+  internal::LayoutCheck check(Args::kTypes, first);
   Args::Visit(args, check);
   return check.status;
 }

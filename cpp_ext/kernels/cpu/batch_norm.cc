@@ -173,7 +173,7 @@ HWY_AFTER_NAMESPACE();
 namespace gradfuse::cpu {
 namespace {
 
-template <class T>
+template <class A, class T>
 class Kernel {
  public:
   Kernel(const BatchNormArgs& args, const ParallelFor& parallel)
@@ -191,8 +191,8 @@ class Kernel {
  private:
   int64_t Cost() const { return 3 * args_.input.NumBytes(); }
 
-  NormPlanes<T> Planes(int64_t first, int64_t count, int64_t size) const {
-    NormPlanes<T> planes{args_.input.Data<T>(), args_.output.MutableData<T>(), planes_.channels * planes_.size, count,
+  NormPlanes<A> Planes(int64_t first, int64_t count, int64_t size) const {
+    NormPlanes<A> planes{args_.input.Data<A>(), args_.output.MutableData<A>(), planes_.channels * planes_.size, count,
                          size};
     planes.Advance(first);
     return planes;
@@ -200,7 +200,7 @@ class Kernel {
 
   // A number that the channel lies around, as far as its first element tells.
   float CentreOf(int64_t channel) const {
-    return planes_.count() > 0 ? ToCompute(args_.input.Data<T>()[channel * planes_.size]) : 0.0F;
+    return planes_.count() > 0 ? ToCompute(args_.input.Data<A>()[channel * planes_.size]) : 0.0F;
   }
 
   double MeanOf(int64_t channel, double sum) const {
@@ -233,15 +233,15 @@ class Kernel {
   // parts of the batch.
   void RunPlanes() const {
     const bool streams = Cost() >= StreamBytes();
-    const auto sum = GRADFUSE_DISPATCH(SumOfPlanes<T, false>);
-    const auto squares = GRADFUSE_DISPATCH(SumOfPlanes<T, true>);
-    const auto write = GRADFUSE_DISPATCH(WriteFunctionFor<T>)(args_.relu != 0, streams);
+    const auto sum = GRADFUSE_DISPATCH(SumOfPlanes<A, false>);
+    const auto squares = GRADFUSE_DISPATCH(SumOfPlanes<A, true>);
+    const auto write = GRADFUSE_DISPATCH(WriteFunctionFor<A>)(args_.relu != 0, streams);
     const BatchParts parts(planes_);
     const auto part_of = [&](int64_t task) { return Planes(parts.Begin(task), parts.Items(task), planes_.size); };
     if (parts.count() == 1) {
       parallel_(planes_.channels, Cost(), [&](int64_t channel) {
         const StreamFence fence(streams);
-        const NormPlanes<T> planes = part_of(channel);
+        const NormPlanes<A> planes = part_of(channel);
         const double mean = MeanOf(channel, sum(planes, CentreOf(channel)));
         write(planes, Finish(channel, mean, squares(planes, static_cast<float>(mean))));
       });
@@ -279,13 +279,13 @@ class Kernel {
 
   // (N, C): the elements of a channel are no neighbours, but channels are.
   void RunRows() const {
-    const auto add = GRADFUSE_DISPATCH(AddRows<T, false>);
-    const auto add_squares = GRADFUSE_DISPATCH(AddRows<T, true>);
-    const auto write = args_.relu != 0 ? GRADFUSE_DISPATCH(WriteRows<T, true>) : GRADFUSE_DISPATCH(WriteRows<T, false>);
+    const auto add = GRADFUSE_DISPATCH(AddRows<A, false>);
+    const auto add_squares = GRADFUSE_DISPATCH(AddRows<A, true>);
+    const auto write = args_.relu != 0 ? GRADFUSE_DISPATCH(WriteRows<A, true>) : GRADFUSE_DISPATCH(WriteRows<A, false>);
     parallel_(CeilDiv(planes_.channels, kChannelsPerPanel), Cost(), [&](int64_t panel) {
       const int64_t first = panel * kChannelsPerPanel;
       const int64_t width = std::min(kChannelsPerPanel, planes_.channels - first);
-      const NormPlanes<T> rows = Planes(first, planes_.batch, width);
+      const NormPlanes<A> rows = Planes(first, planes_.batch, width);
       float centres[kChannelsPerPanel];
       for (int64_t c = 0; c < width; ++c) centres[c] = CentreOf(first + c);
       double sums[kChannelsPerPanel] = {};
@@ -316,7 +316,8 @@ class Kernel {
 }  // namespace
 
 void Run(const BatchNormArgs& args, const ParallelFor& parallel) {
-  WithShortFloatType(args.input.dtype, [&](auto type) { Kernel<decltype(type)>(args, parallel).Run(); });
+  WithActivationTypes<true>(args.input.dtype, args.save_mean.dtype,
+                            [&](auto a, auto t) { Kernel<decltype(a), decltype(t)>(args, parallel).Run(); });
 }
 
 }  // namespace gradfuse::cpu

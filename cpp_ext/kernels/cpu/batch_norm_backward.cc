@@ -191,7 +191,7 @@ HWY_AFTER_NAMESPACE();
 namespace gradfuse::cpu {
 namespace {
 
-template <class T>
+template <class A, class T>
 class Kernel {
  public:
   Kernel(const BatchNormBackwardArgs& args, const ParallelFor& parallel)
@@ -215,11 +215,11 @@ class Kernel {
     return tensors * args_.input.NumBytes();
   }
 
-  GradPlanes<T> Planes(int64_t first, int64_t count, int64_t size) const {
-    GradPlanes<T> planes{args_.grad_output.Data<T>(),
-                         args_.input.Data<T>(),
-                         args_.relu_output ? args_.relu_output->Data<T>() : nullptr,
-                         WantsInput() ? args_.grad_input.MutableData<T>() : nullptr,
+  GradPlanes<A> Planes(int64_t first, int64_t count, int64_t size) const {
+    GradPlanes<A> planes{args_.grad_output.Data<A>(),
+                         args_.input.Data<A>(),
+                         args_.relu_output ? args_.relu_output->Data<A>() : nullptr,
+                         WantsInput() ? args_.grad_input.MutableData<A>() : nullptr,
                          planes_.channels * planes_.size,
                          count,
                          size};
@@ -248,12 +248,12 @@ class Kernel {
   void RunPlanes() const {
     const bool gates = args_.relu_output.has_value();
     const bool streams = Cost() >= StreamBytes() && args_.grad_input.data != args_.grad_output.data;
-    const auto add = gates ? GRADFUSE_DISPATCH(AddPlanes<T, true>) : GRADFUSE_DISPATCH(AddPlanes<T, false>);
-    const auto write = GRADFUSE_DISPATCH(WriteFunctionFor<T>)(gates, streams);
+    const auto add = gates ? GRADFUSE_DISPATCH(AddPlanes<A, true>) : GRADFUSE_DISPATCH(AddPlanes<A, false>);
+    const auto write = GRADFUSE_DISPATCH(WriteFunctionFor<A>)(gates, streams);
     const int64_t channels = planes_.channels;
     const BatchParts parts(planes_);
     const auto part_of = [&](int64_t task) { return Planes(parts.Begin(task), parts.Items(task), planes_.size); };
-    const auto sums_of = [&](const GradPlanes<T>& planes, int64_t channel) {
+    const auto sums_of = [&](const GradPlanes<A>& planes, int64_t channel) {
       GradSums sums;
       add(planes, ToCompute(args_.save_mean.Data<T>()[channel]), &sums);
       return sums;
@@ -261,7 +261,7 @@ class Kernel {
     if (parts.count() == 1) {
       parallel_(channels, Cost(), [&](int64_t channel) {
         const StreamFence fence(streams);
-        const GradPlanes<T> planes = part_of(channel);
+        const GradPlanes<A> planes = part_of(channel);
         const GradFactors<Real> factors = Finish(channel, sums_of(planes, channel));
         if (WantsInput()) write(planes, factors);
       });
@@ -290,12 +290,12 @@ class Kernel {
   // (N, C): the elements of a channel are no neighbours, but channels are.
   void RunRows() const {
     const bool gates = args_.relu_output.has_value();
-    const auto add = gates ? GRADFUSE_DISPATCH(AddRows<T, true>) : GRADFUSE_DISPATCH(AddRows<T, false>);
-    const auto write = gates ? GRADFUSE_DISPATCH(WriteRows<T, true>) : GRADFUSE_DISPATCH(WriteRows<T, false>);
+    const auto add = gates ? GRADFUSE_DISPATCH(AddRows<A, true>) : GRADFUSE_DISPATCH(AddRows<A, false>);
+    const auto write = gates ? GRADFUSE_DISPATCH(WriteRows<A, true>) : GRADFUSE_DISPATCH(WriteRows<A, false>);
     parallel_(CeilDiv(planes_.channels, kChannelsPerPanel), Cost(), [&](int64_t panel) {
       const int64_t first = panel * kChannelsPerPanel;
       const int64_t width = std::min(kChannelsPerPanel, planes_.channels - first);
-      const GradPlanes<T> rows = Planes(first, planes_.batch, width);
+      const GradPlanes<A> rows = Planes(first, planes_.batch, width);
       Real means[kChannelsPerPanel];
       for (int64_t c = 0; c < width; ++c) means[c] = ToCompute(args_.save_mean.Data<T>()[first + c]);
       GradSums sums[kChannelsPerPanel];
@@ -321,7 +321,8 @@ class Kernel {
 }  // namespace
 
 void Run(const BatchNormBackwardArgs& args, const ParallelFor& parallel) {
-  WithFloatType(args.input.dtype, [&](auto type) { Kernel<decltype(type)>(args, parallel).Run(); });
+  WithActivationTypes<false>(args.input.dtype, args.save_mean.dtype,
+                             [&](auto a, auto t) { Kernel<decltype(a), decltype(t)>(args, parallel).Run(); });
 }
 
 }  // namespace gradfuse::cpu

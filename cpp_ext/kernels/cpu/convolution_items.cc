@@ -187,6 +187,7 @@ bool ConvolutionOfItems(const ConvolutionGeometry& g, const T* large, const T* w
         return;
       }
       Filters<T> filters{};
+      filters.pairs = g.pairs;
       filters.plane_pitch = packed.channel_size();
       filters.plane_count = g.large_channels;
       filters.weight_pitch = tiles.rows();
@@ -280,6 +281,7 @@ bool TransposedConvolutionOfItems(const ConvolutionGeometry& g, const T* small, 
         return;
       }
       Filters<T> filters{};
+      filters.pairs = g.pairs;
       filters.plane_pitch = length;
       filters.plane_count = g.small_channels;
       filters.sums = sums.data();
@@ -373,6 +375,7 @@ bool GradWeightOfItems(const ConvolutionGeometry& g, const T* small, const T* la
         return;
       }
       Products<T> products{};
+      products.pairs = g.pairs;
       products.row_count = rows;
       products.row_pitch = packed_small.channel_size();
       products.columns = columns.get();

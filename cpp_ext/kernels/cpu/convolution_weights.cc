@@ -81,6 +81,7 @@ bool ProductsOfPlanes(const Geometry& g, const T* small, const T* large, T* out,
     }
     T* const slice_sums = slices > 1 ? sums.data() + slice * filters : out;
     Products<T> products{};
+    products.pairs = g.pairs;
     products.row_count = rows;
     products.columns = columns.get();
     products.column_count = channels * taps;
@@ -253,6 +254,7 @@ bool ProductsOfWindows(const Geometry& g, const T* small, const T* large, T* out
       }
     }
     Filters<T> filters{};
+    filters.pairs = g.pairs;
     filters.planes = packed.data();
     filters.plane_pitch = pitch;
     filters.plane_count = windows;

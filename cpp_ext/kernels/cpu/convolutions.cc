@@ -77,6 +77,7 @@ bool SumsOfPlanes(const Geometry& g, const T* small, const T* weight, T* out, co
       }
     }
     Filters<T> filters{};
+    filters.pairs = g.pairs;
     filters.planes = packed.data() + front;
     filters.plane_pitch = length;
     filters.plane_count = g.small_channels;
@@ -212,6 +213,7 @@ void SumsOfWindows(const Geometry& g, const T* small, const T* weight, T* out, c
     };
     for (int64_t item = 0; item < items; ++item) std::fill_n(channel_at(item, 0), rows / taps * g.large_size, T{});
     Filters<T> filters{};
+    filters.pairs = g.pairs;
     filters.planes = windows.data() + (block * g.groups + group) * g.small_channels * length;
     filters.plane_pitch = length;
     filters.plane_count = g.small_channels;
@@ -296,6 +298,7 @@ bool SumsOfLarge(const Geometry& g, const PackedPlanes& planes, const T* large, 
       }
     }
     Filters<T> filters{};
+    filters.pairs = g.pairs;
     filters.planes = packed.data();
     filters.plane_pitch = planes.count() * length;
     filters.plane_count = g.large_channels;
@@ -396,6 +399,7 @@ bool SumsOfPanels(const Geometry& g, const PackedPlanes& planes, const T* large,
       if (!is_split) copy(panel, group, own.data());
       alignas(64) T sums[kChannelsAtOnce * kPanel + kMostPlacesOfTile];
       Filters<T> filters{};
+      filters.pairs = g.pairs;
       filters.planes = is_split ? shared.data() + (panel * g.groups + group) * panel_size : own.data();
       filters.plane_pitch = taps * kPanel;
       filters.plane_count = g.large_channels;

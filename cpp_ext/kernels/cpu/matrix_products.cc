@@ -147,23 +147,12 @@ void PackPanel(const T* from, int64_t line_pitch, int64_t depth_pitch, int64_t c
 }
 
 #if GRADFUSE_AVX512_BF16
-// The bits of numbers that are rounded to bfloat16.
-template <class At, class D, class T>
-GRADFUSE_INLINE hn::Vec<Tag16<D>> LoadBFloat16(At at, D d, const T* from) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    return at.LoadBits(Tag16<D>(), &from->bits);
-  } else {
-    return RoundedToBFloat16(d, Load(at, d, from));
-  }
-}
-
 // Packs a panel of pairs: each float has the bits of two numbers that are neighbours in depth; behind an odd depth the
 // second is 0.
 template <class T>
 void PackPairs(const T* from, int64_t line_pitch, int64_t depth_pitch, int64_t count, int64_t depth, int64_t filled,
                float* to) {
   const TagOf<float> d;
-  const hn::RebindToUnsigned<TagOf<float>> u;
   if (filled != count) {
     for (int64_t k = 0; k < depth; k += 2) std::fill(to + k / 2 * filled + count, to + (k / 2 + 1) * filled, 0.0F);
   }
@@ -172,12 +161,8 @@ void PackPairs(const T* from, int64_t line_pitch, int64_t depth_pitch, int64_t c
       const T* const first = from + k * depth_pitch;
       const bool has_second = k + 1 < depth;
       ForEachVector(d, count, [&](int64_t line, auto at) HWY_ATTR {
-        auto bits = hn::PromoteTo(u, LoadBFloat16(at, d, first + line));
-        if (has_second) {
-          const auto second = hn::PromoteTo(u, LoadBFloat16(at, d, first + depth_pitch + line));
-          bits = hn::Or(bits, hn::ShiftLeft<16>(second));
-        }
-        at.StoreBits(hn::BitCast(d, bits), d, to + k / 2 * filled + line);
+        const auto pairs = LoadPairs(at, d, first + line, has_second ? first + depth_pitch + line : nullptr);
+        at.StoreBits(pairs, d, to + k / 2 * filled + line);
       });
     }
     return;
@@ -250,21 +235,6 @@ void PackColumns(const Matrix<T>& right, int64_t depth, int64_t columns, Compute
                                          FilledColumns<Real>, packed);
 }
 
-// sum + factor columns, or of pairs the sum of both products.
-template <bool kPairs, class V>
-GRADFUSE_INLINE V AddProducts(V factor, V columns, V sum) {
-#if GRADFUSE_AVX512_BF16
-  if constexpr (kPairs) {
-    // One instruction with this instruction set, which keeps pairs in order and takes no second sum.
-    const hn::Repartition<hwy::bfloat16_t, TagOf<float>> narrow;
-    V none = hn::Zero(TagOf<float>());
-    return hn::ReorderWidenMulAccumulate(TagOf<float>(), hn::BitCast(narrow, factor), hn::BitCast(narrow, columns), sum,
-                                         none);
-  }
-#endif
-  return hn::MulAdd(factor, columns, sum);
-}
-
 // A tile of kRows rows and kWide vectors, of which the last has `last` columns.
 template <int kRows, int kWide, Left kLeft, bool kPairs, class Real>
 void MultiplyTile(const Real* left, int64_t left_pitch, const Real* right, int64_t depth, int64_t last,
@@ -291,7 +261,7 @@ void MultiplyTile(const Real* left, int64_t left_pitch, const Real* right, int64
                                                      : left[k * left_pitch + r]);
       KeepInRegister(factor);
 #pragma GCC unroll 2
-      for (int v = 0; v < kWide; ++v) sums[r][v] = AddProducts<kPairs>(factor, columns[v], sums[r][v]);
+      for (int v = 0; v < kWide; ++v) sums[r][v] = AddProduct<kPairs>(factor, columns[v], sums[r][v]);
     }
   }
   const auto [to, pitch, adds] = product;
@@ -355,8 +325,6 @@ void MultiplyAll(const Factors<Real>& factors, const Product<Real>& product) {
   }
 }
 
-// Pairs where the instruction set multiplies them.
-constexpr bool kMultipliesPairs = GRADFUSE_AVX512_BF16;
 constexpr Packed kNarrow = kMultipliesPairs ? Packed::kPairs : Packed::kRounded;
 
 int64_t DepthOfPairs(int64_t depth) { return kMultipliesPairs ? CeilDiv(depth, 2) : depth; }

@@ -1,36 +1,34 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <type_traits>
-#include <vector>
 
 #include "gradfuse/parallel.h"
 #include "gradfuse/tensor.h"
+#include "kernels/cpu/task_memory.h"
 #include "kernels/dispatch.h"
 
 // Tensors of 16 bits as loops that compute in 32 bits see them.
 namespace gradfuse::cpu {
 
-inline constexpr int64_t kConversionTask = 32768;
+// Widens numbers of at most 32 bits. With `rounds` they are rounded to bfloat16 before.
+void WidenAll(const Tensor& tensor, bool rounds, float* to, const ParallelFor& parallel);
 
-// An input in the type that it is computed in: 16 bits are widened.
+// Rounds numbers to a 16-bit type.
 template <class T>
+void NarrowAll(const float* from, int64_t count, T* to, const ParallelFor& parallel);
+
+// An input in the type that it is computed in: 16 bits are widened. With `rounds` it is rounded to bfloat16 before.
+template <class Real>
 class Operand {
  public:
-  using Real = ComputeType<T>;
-
-  Operand(const Tensor& tensor, const ParallelFor& parallel) {
-    if constexpr (std::is_same_v<T, Real>) {
-      data_ = tensor.Data<T>();
-    } else {
-      const int64_t count = tensor.NumElements();
-      wide_.resize(static_cast<size_t>(count));
-      const T* from = tensor.Data<T>();
-      parallel(CeilDiv(count, kConversionTask), 3 * tensor.NumBytes(), [&](int64_t task) {
-        const int64_t end = std::min(count, (task + 1) * kConversionTask);
-        for (int64_t i = task * kConversionTask; i < end; ++i) wide_[static_cast<size_t>(i)] = ToCompute(from[i]);
-      });
-      data_ = wide_.data();
+  Operand(const Tensor& tensor, const ParallelFor& parallel, bool rounds = false) : data_(tensor.Data<Real>()) {
+    if constexpr (std::is_same_v<Real, float>) {
+      if (tensor.dtype == DType::kFloat32 && !rounds) return;
+      wide_.emplace(tensor.NumElements());
+      WidenAll(tensor, rounds, wide_->data(), parallel);
+      data_ = wide_->data();
     }
   }
 
@@ -38,7 +36,7 @@ class Operand {
 
  private:
   const Real* data_;
-  std::vector<Real> wide_;
+  std::optional<KeptMemory<Real>> wide_;
 };
 
 // The same for an output, which is rounded once.
@@ -48,33 +46,26 @@ class Result {
   using Real = ComputeType<T>;
 
   explicit Result(const MutableTensor& tensor) : tensor_(tensor) {
-    if constexpr (!std::is_same_v<T, Real>) wide_.resize(static_cast<size_t>(tensor.NumElements()));
+    if constexpr (!std::is_same_v<T, Real>) wide_.emplace(tensor.NumElements());
   }
 
-  Real* data() {
+  Real* data() const {
     if constexpr (std::is_same_v<T, Real>) {
       return tensor_.MutableData<T>();
     } else {
-      return wide_.data();
+      return wide_ ? wide_->data() : nullptr;
     }
   }
 
   void Finish(const ParallelFor& parallel) const {
     if constexpr (!std::is_same_v<T, Real>) {
-      const int64_t count = tensor_.NumElements();
-      T* to = tensor_.MutableData<T>();
-      parallel(CeilDiv(count, kConversionTask), 3 * tensor_.NumBytes(), [&](int64_t task) {
-        const int64_t end = std::min(count, (task + 1) * kConversionTask);
-        for (int64_t i = task * kConversionTask; i < end; ++i) {
-          to[i] = FromCompute<T>(wide_[static_cast<size_t>(i)]);
-        }
-      });
+      if (wide_) NarrowAll(wide_->data(), tensor_.NumElements(), tensor_.MutableData<T>(), parallel);
     }
   }
 
  private:
   const MutableTensor& tensor_;
-  std::vector<Real> wide_;
+  std::optional<KeptMemory<Real>> wide_;
 };
 
 }  // namespace gradfuse::cpu

@@ -120,7 +120,7 @@ struct Places {
 };
 
 // Adds the products of kTileRows rows with six columns, over some places, to sums.
-template <int kTileRows, class T>
+template <bool kPairs, int kTileRows, class T>
 GRADFUSE_INLINE void AddTile(const T* rows, int64_t row_pitch, const T* const* columns, const Places& places,
                              bool is_first, int64_t columns_there, T* sums, int64_t sums_pitch) {
   const TagOf<T> d;
@@ -149,7 +149,7 @@ GRADFUSE_INLINE void AddTile(const T* rows, int64_t row_pitch, const T* const* c
       V column = Load(at, d, from[c]);
       KeepInRegister(column);
 #pragma GCC unroll 4
-      for (int r = 0; r < kTileRows; ++r) sum[r][c] = hn::MulAdd(row[r], column, sum[r][c]);
+      for (int r = 0; r < kTileRows; ++r) sum[r][c] = AddProduct<kPairs>(row[r], column, sum[r][c]);
     }
   };
   int64_t begin = places.offset;
@@ -177,7 +177,7 @@ GRADFUSE_INLINE void AddTile(const T* rows, int64_t row_pitch, const T* const* c
   }
 }
 
-template <class T>
+template <bool kPairs, class T>
 GRADFUSE_INLINE void AddTileAt(const Products<T>& products, int64_t row, int64_t column, const Places& places,
                                bool is_first) {
   const T* const rows = products.rows + row * products.row_pitch;
@@ -185,8 +185,8 @@ GRADFUSE_INLINE void AddTileAt(const Products<T>& products, int64_t row, int64_t
   const int64_t there = std::min<int64_t>(kColumns, products.column_count - column);
   T* const sums = products.sums + row * products.sums_pitch + column;
   const auto add = [&](auto tile_rows) HWY_ATTR {
-    AddTile<decltype(tile_rows)::value>(rows, products.row_pitch, columns, places, is_first, there, sums,
-                                        products.sums_pitch);
+    AddTile<kPairs, decltype(tile_rows)::value>(rows, products.row_pitch, columns, places, is_first, there, sums,
+                                                products.sums_pitch);
   };
   switch (std::min<int64_t>(kRows, products.row_count - row)) {
     case 1: add(std::integral_constant<int, 1>()); break;
@@ -197,18 +197,18 @@ GRADFUSE_INLINE void AddTileAt(const Products<T>& products, int64_t row, int64_t
   }
 }
 
-template <class T>
+template <bool kPairs, class T>
 void AddTiles(const Products<T>& products, const Places& places, bool is_first) {
   if (products.columns_first) {
     for (int64_t column = 0; column < products.column_count; column += kColumns) {
       for (int64_t row = 0; row < products.row_count; row += kRows) {
-        AddTileAt(products, row, column, places, is_first);
+        AddTileAt<kPairs>(products, row, column, places, is_first);
       }
     }
   } else {
     for (int64_t row = 0; row < products.row_count; row += kRows) {
       for (int64_t column = 0; column < products.column_count; column += kColumns) {
-        AddTileAt(products, row, column, places, is_first);
+        AddTileAt<kPairs>(products, row, column, places, is_first);
       }
     }
   }
@@ -216,20 +216,28 @@ void AddTiles(const Products<T>& products, const Places& places, bool is_first) 
 
 // The products of all rows with all columns over places [0, count) of each segment, about `part` places after the
 // other, so that what tiles share is in the cache. With is_first the sums are set, and else added to.
-template <class T>
-void AddProducts(const Products<T>& products, int64_t count, int64_t segments, int64_t part, bool is_first) {
+template <bool kPairs, class T>
+void AddProductsOf(const Products<T>& products, int64_t count, int64_t segments, int64_t part, bool is_first) {
   if (segments == 1) {
     for (int64_t offset = 0; offset < count; offset += part) {
-      AddTiles(products, {offset, std::min(part, count - offset), 1, 0}, is_first && offset == 0);
+      AddTiles<kPairs>(products, {offset, std::min(part, count - offset), 1, 0}, is_first && offset == 0);
     }
     return;
   }
   const int64_t together = std::max<int64_t>(1, part / count);
   for (int64_t first = 0; first < segments; first += together) {
-    AddTiles(products,
-             {first * products.segment_pitch, count, std::min(together, segments - first), products.segment_pitch},
-             is_first && first == 0);
+    AddTiles<kPairs>(
+        products, {first * products.segment_pitch, count, std::min(together, segments - first), products.segment_pitch},
+        is_first && first == 0);
   }
+}
+
+template <class T>
+void AddProducts(const Products<T>& products, int64_t count, int64_t segments, int64_t part, bool is_first) {
+  if constexpr (kMultipliesPairs && std::is_same_v<T, float>) {
+    if (products.pairs) return AddProductsOf<true>(products, count, segments, part, is_first);
+  }
+  AddProductsOf<false>(products, count, segments, part, is_first);
 }
 
 constexpr int kTaps = static_cast<int>(kTapsAtOnce);
@@ -271,7 +279,7 @@ constexpr int kTileChannels = 4;
 #endif
 
 // One tile of AddFilters, of the channels from `first` on: kVectors vectors of places, or less at the end.
-template <int kChannels, bool kByChannel, int kVectors, class T>
+template <bool kPairs, int kChannels, bool kByChannel, int kVectors, class T>
 GRADFUSE_INLINE void AddFiltersAt(const Filters<T>& filters, int64_t first, int64_t place) {
   const TagOf<T> d;
   using V = hn::Vec<TagOf<T>>;
@@ -300,7 +308,7 @@ GRADFUSE_INLINE void AddFiltersAt(const Filters<T>& filters, int64_t first, int6
         V factor = hn::Set(d, weight[c * channel_pitch]);
         KeepInRegister(factor);
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) sum[c][v] = hn::MulAdd(factor, value[v], sum[c][v]);
+        for (int v = 0; v < kVectors; ++v) sum[c][v] = AddProduct<kPairs>(factor, value[v], sum[c][v]);
       }
     }
   }
@@ -340,7 +348,7 @@ T PackFilters(const FilterTile<T>& tile) {
 
 // Sums over planes and taps of a weight times the plane, shifted by the tap. Up to a vector more of places than there
 // are get sums that mean nothing.
-template <int kChannels, bool kByChannel, class T>
+template <bool kPairs, int kChannels, bool kByChannel, class T>
 void AddFiltersOf(const Filters<T>& filters, int64_t first) {
   const auto lanes = static_cast<int64_t>(hn::Lanes(TagOf<T>()));
   int64_t place = 0;
@@ -354,13 +362,13 @@ void AddFiltersOf(const Filters<T>& filters, int64_t first) {
       taken = left == 2 || left == 4 ? 2 : std::min<int64_t>(left, 3);
     }
     switch (taken) {
-      case 1: AddFiltersAt<kChannels, kByChannel, 1>(filters, first, place); break;
-      case 2: AddFiltersAt<kChannels, kByChannel, 2>(filters, first, place); break;
-      case 3: AddFiltersAt<kChannels, kByChannel, 3>(filters, first, place); break;
+      case 1: AddFiltersAt<kPairs, kChannels, kByChannel, 1>(filters, first, place); break;
+      case 2: AddFiltersAt<kPairs, kChannels, kByChannel, 2>(filters, first, place); break;
+      case 3: AddFiltersAt<kPairs, kChannels, kByChannel, 3>(filters, first, place); break;
       default:
         if constexpr (kChannels == 1) {
-          taken == 4 ? AddFiltersAt<kChannels, kByChannel, 4>(filters, first, place)
-                     : AddFiltersAt<kChannels, kByChannel, 8>(filters, first, place);
+          taken == 4 ? AddFiltersAt<kPairs, kChannels, kByChannel, 4>(filters, first, place)
+                     : AddFiltersAt<kPairs, kChannels, kByChannel, 8>(filters, first, place);
         }
     }
     left -= taken;
@@ -369,19 +377,27 @@ void AddFiltersOf(const Filters<T>& filters, int64_t first) {
 }
 
 // The same for eight channels, or one.
-template <class T>
-void AddFilters(const Filters<T>& filters, bool is_single) {
+template <bool kPairs, class T>
+void AddFiltersOfTile(const Filters<T>& filters, bool is_single) {
   if (is_single) {
-    AddFiltersOf<1, true>(filters, 0);
+    AddFiltersOf<kPairs, 1, true>(filters, 0);
     return;
   }
   for (int64_t first = 0; first < kChannelsAtOnce; first += kTileChannels) {
     if (filters.weight_pitch == 0) {
-      AddFiltersOf<kTileChannels, false>(filters, first);
+      AddFiltersOf<kPairs, kTileChannels, false>(filters, first);
     } else {
-      AddFiltersOf<kTileChannels, true>(filters, first);
+      AddFiltersOf<kPairs, kTileChannels, true>(filters, first);
     }
   }
+}
+
+template <class T>
+void AddFilters(const Filters<T>& filters, bool is_single) {
+  if constexpr (kMultipliesPairs && std::is_same_v<T, float>) {
+    if (filters.pairs) return AddFiltersOfTile<true>(filters, is_single);
+  }
+  AddFiltersOfTile<false>(filters, is_single);
 }
 
 // Up to a vector behind each piece, and so behind the panel, is written to, too.

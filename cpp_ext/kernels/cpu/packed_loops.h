@@ -18,6 +18,7 @@ struct Products {
   T* sums;             // (row_count, column_count), with a pitch
   int64_t sums_pitch;
   int64_t segment_pitch;
+  bool pairs;  // whether numbers are pairs of bfloat16, whose products are added up
 };
 
 // The weights of a tile of channels, and where they are packed to: plane by plane, and there by channel of the small
@@ -48,6 +49,7 @@ struct Filters {
   int64_t place_count;
   T* sums;  // (channels at once, places), with a pitch
   int64_t sums_pitch;
+  bool pairs;  // as in Products
 };
 
 // Neighbouring windows, where they are in packed planes, and where in a panel.

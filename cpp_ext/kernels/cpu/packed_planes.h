@@ -12,6 +12,8 @@
 #include "gradfuse/parallel.h"
 #include "kernels/convolution_geometry.h"
 #include "kernels/cpu/convolution_direct.h"
+#include "kernels/cpu/packed_loops.h"
+#include "kernels/cpu/task_memory.h"
 #include "kernels/dispatch.h"
 
 // Where tasks of convolutions put what they pack.
@@ -244,54 +246,6 @@ constexpr int64_t kLongestVector = 16;
 
 // An odd number of cache lines, so that rows of this length do not meet in few places of the cache.
 inline int64_t OddLines(int64_t elements) { return (CeilDiv(elements, kLongestVector) | 1) * kLongestVector; }
-
-constexpr std::align_val_t kCacheLine{64};
-
-struct FreeAligned {
-  void operator()(void* memory) const { ::operator delete(memory, kCacheLine); }
-};
-
-constexpr int64_t kMostKept = 4 << 20;
-
-// Zeros for a task, or what was there before, without throwing: null where there is no memory. Threads keep up to three
-// pieces for their next tasks, as the first use of new memory costs as much as the work on it.
-template <class T>
-class TaskMemory {
- public:
-  explicit TaskMemory(int64_t count, bool is_zero = true) {
-    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
-    for (Piece& piece : Kept()) {
-      if (memory_.memory == nullptr && piece.bytes >= bytes) std::swap(memory_, piece);
-    }
-    if (memory_.memory == nullptr) {
-      memory_.memory.reset(::operator new(bytes, kCacheLine, std::nothrow));
-      memory_.bytes = memory_.memory == nullptr ? 0 : bytes;
-    }
-    if (is_zero && memory_.memory != nullptr) std::fill_n(data(), count, T{});
-  }
-  ~TaskMemory() {
-    if (memory_.bytes > static_cast<size_t>(kMostKept)) return;
-    for (Piece& piece : Kept()) {
-      if (piece.bytes < memory_.bytes) std::swap(memory_, piece);
-    }
-  }
-  TaskMemory(const TaskMemory&) = delete;
-  TaskMemory& operator=(const TaskMemory&) = delete;
-
-  T* data() const { return static_cast<T*>(memory_.memory.get()); }
-
- private:
-  struct Piece {
-    std::unique_ptr<void, FreeAligned> memory;
-    size_t bytes = 0;
-  };
-  static std::array<Piece, 3>& Kept() {
-    static thread_local std::array<Piece, 3> pieces;
-    return pieces;
-  }
-
-  Piece memory_;
-};
 
 // What tasks found on the way.
 struct Findings {

@@ -178,6 +178,44 @@ template <class At, class D, class T16, class = decltype(T16::bits)>
 GRADFUSE_INLINE void Store(At at, hn::Vec<D> value, D d, T16* to) {
   at.StoreBits(Narrowed(d, value, to), Tag16<D>(), &to->bits);
 }
+// Whether the instruction set multiplies pairs of bfloat16, which lie in the bits of a float.
+inline constexpr bool kMultipliesPairs = GRADFUSE_AVX512_BF16;
+
+// sum + a b, or of pairs the sum of both products.
+template <bool kPairs, class V>
+GRADFUSE_INLINE V AddProduct(V a, V b, V sum) {
+#if GRADFUSE_AVX512_BF16
+  if constexpr (kPairs) {
+    // One instruction with this instruction set, which keeps pairs in order and takes no second sum.
+    const hn::Repartition<hwy::bfloat16_t, TagOf<float>> narrow;
+    V none = hn::Zero(TagOf<float>());
+    return hn::ReorderWidenMulAccumulate(TagOf<float>(), hn::BitCast(narrow, a), hn::BitCast(narrow, b), sum, none);
+  }
+#endif
+  return hn::MulAdd(a, b, sum);
+}
+
+#if GRADFUSE_AVX512_BF16
+// The bits of numbers that are rounded to bfloat16.
+template <class At, class D, class T>
+GRADFUSE_INLINE hn::Vec<Tag16<D>> LoadBFloat16(At at, D d, const T* from) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return at.LoadBits(Tag16<D>(), &from->bits);
+  } else {
+    return RoundedToBFloat16(d, Load(at, d, from));
+  }
+}
+
+// Pairs of the numbers from `first` and `second` on, or of zeros where the latter is null.
+template <class At, class D, class T>
+GRADFUSE_INLINE hn::Vec<D> LoadPairs(At at, D d, const T* first, const T* second) {
+  const hn::RebindToUnsigned<D> u;
+  auto bits = hn::PromoteTo(u, LoadBFloat16(at, d, first));
+  if (second != nullptr) bits = bits | hn::ShiftLeft<16>(hn::PromoteTo(u, LoadBFloat16(at, d, second)));
+  return hn::BitCast(d, bits);
+}
+#endif
+
 // Lanes whose byte is not 0.
 template <class At, class D>
 GRADFUSE_INLINE Mask<D> LoadMask(At at, D d, const uint8_t* from) {

@@ -8,9 +8,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kAddedTogether = 64;  // terms that a thread adds up before they are in double
 
-template <class T>
+template <class A, class T>
 struct Params {
-  const T* input;
+  const A* input;
   const T* weight;  // these four: or null
   const T* bias;
   const T* running_mean;
@@ -18,7 +18,7 @@ struct Params {
   float momentum;
   float eps;
   bool relu;
-  T* output;
+  A* output;
   T* save_mean;
   T* save_invstd;
   T* new_running_mean;
@@ -35,8 +35,8 @@ struct Params {
 };
 
 // The sum over a channel of distances from a centre, or of their squares. All threads of the block call it.
-template <bool kSquares, class T>
-__device__ double SumOfChannel(const Params<T>& params, int64_t channel, float centre) {
+template <bool kSquares, class A, class T>
+__device__ double SumOfChannel(const Params<A, T>& params, int64_t channel, float centre) {
   const int64_t count = params.batch * params.size;
   double total = 0;
   for (int64_t begin = threadIdx.x; begin < count; begin += kAddedTogether * kThreads) {
@@ -61,8 +61,8 @@ __device__ double ValueOf(const T* vector, int64_t channel, double otherwise) {
 }
 
 // A block adds up a channel.
-template <class T>
-__global__ void __launch_bounds__(kThreads) AddUp(const __grid_constant__ Params<T> params) {
+template <class A, class T>
+__global__ void __launch_bounds__(kThreads) AddUp(const __grid_constant__ Params<A, T> params) {
   const auto count = static_cast<double>(params.batch * params.size);
   for (int64_t channel = blockIdx.x; channel < params.channels; channel += gridDim.x) {
     // A number that the channel lies around, as far as its first element tells.
@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kThreads) AddUp(const __grid_constant__ Params
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) Write(const __grid_constant__ Params<T> params) {
+template <class A, class T>
+__global__ void __launch_bounds__(kThreads) Write(const __grid_constant__ Params<A, T> params) {
   const int64_t total = params.batch * params.channels * params.size;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < total; index += stride) {
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) Write(const __grid_constant__ Params
     params.by_channels.Divide(plane, item, channel);
     const float distance = Widen(params.input[index]) - params.mean[channel];
     const float value = params.scale[channel] * distance + params.offset[channel];
-    params.output[index] = Narrow<T>(params.relu && value <= 0 ? 0.0F : value);
+    params.output[index] = Narrow<A>(params.relu && value <= 0 ? 0.0F : value);
   }
 }
 
@@ -110,14 +110,14 @@ const T* DataOf(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->Data<T>() : nullptr;
 }
 
-template <class T>
-Params<T> ParamsOf(const BatchNormArgs& args, Workspace& workspace) {
+template <class A, class T>
+Params<A, T> ParamsOf(const BatchNormArgs& args, Workspace& workspace) {
   const ChannelPlanes planes(args.input.shape);
-  Params<T> params{};
+  Params<A, T> params{};
   params.batch = planes.batch;
   params.channels = planes.channels;
   params.size = planes.size;
-  params.input = args.input.Data<T>();
+  params.input = args.input.Data<A>();
   params.weight = DataOf<T>(args.weight);
   params.bias = DataOf<T>(args.bias);
   params.running_mean = DataOf<T>(args.running_mean);
@@ -125,7 +125,7 @@ Params<T> ParamsOf(const BatchNormArgs& args, Workspace& workspace) {
   params.momentum = args.momentum;
   params.eps = args.eps;
   params.relu = args.relu != 0;
-  params.output = args.output.MutableData<T>();
+  params.output = args.output.MutableData<A>();
   params.save_mean = args.save_mean.MutableData<T>();
   params.save_invstd = args.save_invstd.MutableData<T>();
   params.new_running_mean = args.new_running_mean.MutableData<T>();
@@ -138,26 +138,28 @@ Params<T> ParamsOf(const BatchNormArgs& args, Workspace& workspace) {
   return params;
 }
 
-template <class T>
+template <class A, class T>
 Status RunTyped(const BatchNormArgs& args, const Queue& queue) {
   Workspace workspace(queue.workspace);
-  const Params<T> params = ParamsOf<T>(args, workspace);
+  const Params<A, T> params = ParamsOf<A, T>(args, workspace);
   if (params.channels == 0) return {};
-  GRADFUSE_RETURN_IF_ERROR(Launch(queue, AddUp<T>, params.channels, kThreads, params));
+  GRADFUSE_RETURN_IF_ERROR(Launch(queue, AddUp<A, T>, params.channels, kThreads, params));
   const int64_t total = params.batch * params.channels * params.size;
-  return Launch(queue, Write<T>, CeilDiv(total, kThreads), kThreads, params);
+  return Launch(queue, Write<A, T>, CeilDiv(total, kThreads), kThreads, params);
 }
 
 }  // namespace
 
 int64_t WorkspaceBytes(const BatchNormArgs& args) {
   Workspace workspace(nullptr);
-  WithShortFloatType(args.input.dtype, [&](auto type) { ParamsOf<decltype(type)>(args, workspace); });
+  WithActivationTypes<true>(args.input.dtype, args.save_mean.dtype,
+                            [&](auto a, auto t) { ParamsOf<decltype(a), decltype(t)>(args, workspace); });
   return workspace.bytes();
 }
 
 Status Run(const BatchNormArgs& args, const Queue& queue) {
-  return WithShortFloatType(args.input.dtype, [&](auto type) { return RunTyped<decltype(type)>(args, queue); });
+  return WithActivationTypes<true>(args.input.dtype, args.save_mean.dtype,
+                                   [&](auto a, auto t) { return RunTyped<decltype(a), decltype(t)>(args, queue); });
 }
 
 }  // namespace gradfuse::cuda

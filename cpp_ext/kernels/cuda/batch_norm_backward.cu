@@ -8,15 +8,15 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kAddedTogether = 64;  // terms that a thread adds up before they are in double
 
-template <class T>
+template <class A, class T>
 struct Params {
-  const T* grad_output;
-  const T* input;
+  const A* grad_output;
+  const A* input;
   const T* weight;  // or null
   const T* save_mean;
   const T* save_invstd;
-  const T* relu_output;  // or null
-  T* grad_input;         // these three: or null
+  const A* relu_output;  // or null
+  A* grad_input;         // these three: or null
   T* grad_weight;
   T* grad_bias;
   int64_t batch;
@@ -30,15 +30,15 @@ struct Params {
   ComputeType<T>* offset;
 };
 
-template <class T>
-__device__ ComputeType<T> Gradient(const Params<T>& params, int64_t index) {
+template <class A, class T>
+__device__ ComputeType<T> Gradient(const Params<A, T>& params, int64_t index) {
   if (params.relu_output != nullptr && Widen(params.relu_output[index]) <= 0) return 0;
   return Widen(params.grad_output[index]);
 }
 
 // A block adds up a channel.
-template <class T>
-__global__ void __launch_bounds__(kThreads) AddUp(const __grid_constant__ Params<T> params) {
+template <class A, class T>
+__global__ void __launch_bounds__(kThreads) AddUp(const __grid_constant__ Params<A, T> params) {
   using Real = ComputeType<T>;
   const int64_t count = params.batch * params.size;
   for (int64_t channel = blockIdx.x; channel < params.channels; channel += gridDim.x) {
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kThreads) AddUp(const __grid_constant__ Params
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) Write(const __grid_constant__ Params<T> params) {
+template <class A, class T>
+__global__ void __launch_bounds__(kThreads) Write(const __grid_constant__ Params<A, T> params) {
   const int64_t total = params.batch * params.channels * params.size;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < total; index += stride) {
@@ -88,24 +88,24 @@ __global__ void __launch_bounds__(kThreads) Write(const __grid_constant__ Params
     params.by_channels.Divide(plane, item, channel);
     const auto distance = Widen(params.input[index]) - Widen(params.save_mean[channel]);
     const auto rest = params.slope[channel] * distance + params.offset[channel];
-    params.grad_input[index] = Narrow<T>(params.scale[channel] * Gradient(params, index) + rest);
+    params.grad_input[index] = Narrow<A>(params.scale[channel] * Gradient(params, index) + rest);
   }
 }
 
-template <class T>
-Params<T> ParamsOf(const BatchNormBackwardArgs& args, Workspace& workspace) {
+template <class A, class T>
+Params<A, T> ParamsOf(const BatchNormBackwardArgs& args, Workspace& workspace) {
   const ChannelPlanes planes(args.input.shape);
-  Params<T> params{};
+  Params<A, T> params{};
   params.batch = planes.batch;
   params.channels = planes.channels;
   params.size = planes.size;
-  params.grad_output = args.grad_output.Data<T>();
-  params.input = args.input.Data<T>();
+  params.grad_output = args.grad_output.Data<A>();
+  params.input = args.input.Data<A>();
   params.weight = args.weight ? args.weight->Data<T>() : nullptr;
   params.save_mean = args.save_mean.Data<T>();
   params.save_invstd = args.save_invstd.Data<T>();
-  params.relu_output = args.relu_output ? args.relu_output->Data<T>() : nullptr;
-  params.grad_input = args.output_mask[0] != 0 ? args.grad_input.MutableData<T>() : nullptr;
+  params.relu_output = args.relu_output ? args.relu_output->Data<A>() : nullptr;
+  params.grad_input = args.output_mask[0] != 0 ? args.grad_input.MutableData<A>() : nullptr;
   params.grad_weight = args.output_mask[1] != 0 ? args.grad_weight.MutableData<T>() : nullptr;
   params.grad_bias = args.output_mask[2] != 0 ? args.grad_bias.MutableData<T>() : nullptr;
   if (params.size > 0) params.by_size = Divisor(params.size);
@@ -116,27 +116,29 @@ Params<T> ParamsOf(const BatchNormBackwardArgs& args, Workspace& workspace) {
   return params;
 }
 
-template <class T>
+template <class A, class T>
 Status RunTyped(const BatchNormBackwardArgs& args, const Queue& queue) {
   Workspace workspace(queue.workspace);
-  const Params<T> params = ParamsOf<T>(args, workspace);
+  const Params<A, T> params = ParamsOf<A, T>(args, workspace);
   if (params.channels == 0) return {};
-  GRADFUSE_RETURN_IF_ERROR(Launch(queue, AddUp<T>, params.channels, kThreads, params));
+  GRADFUSE_RETURN_IF_ERROR(Launch(queue, AddUp<A, T>, params.channels, kThreads, params));
   if (params.grad_input == nullptr) return {};
   const int64_t total = params.batch * params.channels * params.size;
-  return Launch(queue, Write<T>, CeilDiv(total, kThreads), kThreads, params);
+  return Launch(queue, Write<A, T>, CeilDiv(total, kThreads), kThreads, params);
 }
 
 }  // namespace
 
 int64_t WorkspaceBytes(const BatchNormBackwardArgs& args) {
   Workspace workspace(nullptr);
-  WithFloatType(args.input.dtype, [&](auto type) { ParamsOf<decltype(type)>(args, workspace); });
+  WithActivationTypes<false>(args.input.dtype, args.save_mean.dtype,
+                             [&](auto a, auto t) { ParamsOf<decltype(a), decltype(t)>(args, workspace); });
   return workspace.bytes();
 }
 
 Status Run(const BatchNormBackwardArgs& args, const Queue& queue) {
-  return WithFloatType(args.input.dtype, [&](auto type) { return RunTyped<decltype(type)>(args, queue); });
+  return WithActivationTypes<false>(args.input.dtype, args.save_mean.dtype,
+                                    [&](auto a, auto t) { return RunTyped<decltype(a), decltype(t)>(args, queue); });
 }
 
 }  // namespace gradfuse::cuda

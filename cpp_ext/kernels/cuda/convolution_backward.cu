@@ -5,8 +5,9 @@
 namespace gradfuse::cuda {
 namespace {
 
-template <class T>
-__global__ void __launch_bounds__(kConvolutionThreads) GradWeight(const __grid_constant__ ConvolutionParams<T> params) {
+template <class A, class T>
+__global__ void __launch_bounds__(kConvolutionThreads)
+    GradWeight(const __grid_constant__ ConvolutionParams<A, T> params) {
   using Real = ComputeType<T>;
   const ConvolutionGeometry& g = params.g;
   const int64_t taps = g.kernel_size;
@@ -25,19 +26,19 @@ __global__ void __launch_bounds__(kConvolutionThreads) GradWeight(const __grid_c
       const int64_t window = place % small_size;
       int64_t element;
       if (!Meets(g, Position(window, g.small), tap, element)) continue;
-      const T* small = params.small + (n * g.groups * g.small_channels + small_channel) * small_size;
-      const T* large = params.large + (n * g.groups * g.large_channels + large_channel) * large_size;
-      sum += Widen(small[window]) * Widen(large[element]);
+      const A* small = params.small + (n * g.groups * g.small_channels + small_channel) * small_size;
+      const A* large = params.large + (n * g.groups * g.large_channels + large_channel) * large_size;
+      sum += FactorOf(params.rounds, small[window]) * FactorOf(params.rounds, large[element]);
     }
     sum = SumOverBlock<kConvolutionThreads>(sum);
-    if (threadIdx.x == 0) params.out[index] = Narrow<T>(sum);
+    if (threadIdx.x == 0) params.grad_weight[index] = Narrow<T>(sum);
   }
 }
 
 // A block adds up the places of a channel.
-template <class T>
+template <class A, class T>
 __global__ void __launch_bounds__(kConvolutionThreads)
-    GradBias(const T* grad, int64_t batch, int64_t channels, int64_t size, T* out) {
+    GradBias(const A* grad, int64_t batch, int64_t channels, int64_t size, T* out) {
   for (int64_t channel = blockIdx.x; channel < channels; channel += gridDim.x) {
     ComputeType<T> sum = 0;
     for (int64_t place = threadIdx.x; place < batch * size; place += kConvolutionThreads) {
@@ -48,29 +49,31 @@ __global__ void __launch_bounds__(kConvolutionThreads)
   }
 }
 
-template <class T>
+template <class A, class T>
 Status RunTyped(const ConvolutionBackwardArgs& args, const Queue& queue) {
   const ConvolutionGeometry geometry(args, args.input.shape, args.grad_output.shape);
   const bool transposed = args.transposed != 0;
-  const T* const grad = args.grad_output.Data<T>();
-  const T* const input = args.input.Data<T>();
-  ConvolutionParams<T> params{geometry, transposed ? input : grad, transposed ? grad : input, args.weight.Data<T>(),
-                              nullptr};
+  const A* const grad = args.grad_output.Data<A>();
+  const A* const input = args.input.Data<A>();
+  ConvolutionParams<A, T> params{geometry, transposed ? input : grad, transposed ? grad : input, args.weight.Data<T>(),
+                                 nullptr};
+  params.rounds = args.factors_in_bfloat16 != 0;
   if (args.output_mask[0] != 0) {
-    params.out = args.grad_input.MutableData<T>();
+    params.out = args.grad_input.MutableData<A>();
     const int64_t blocks = CeilDiv(args.grad_input.NumElements(), kConvolutionThreads);
-    GRADFUSE_RETURN_IF_ERROR(
-        Launch(queue, transposed ? Convolution<T> : TransposedConvolution<T>, blocks, kConvolutionThreads, params));
+    GRADFUSE_RETURN_IF_ERROR(Launch(queue, transposed ? Convolution<A, T> : TransposedConvolution<A, T>, blocks,
+                                    kConvolutionThreads, params));
   }
   if (args.output_mask[1] != 0) {
-    params.out = args.grad_weight.MutableData<T>();
-    GRADFUSE_RETURN_IF_ERROR(Launch(queue, GradWeight<T>, args.grad_weight.NumElements(), kConvolutionThreads, params));
+    params.grad_weight = args.grad_weight.MutableData<T>();
+    GRADFUSE_RETURN_IF_ERROR(
+        Launch(queue, GradWeight<A, T>, args.grad_weight.NumElements(), kConvolutionThreads, params));
   }
   if (args.output_mask[2] != 0) {
     const int64_t channels = args.grad_output.shape[1];
     const int64_t size = transposed ? geometry.large_size : geometry.small_size;
-    GRADFUSE_RETURN_IF_ERROR(Launch(queue, GradBias<T>, channels, kConvolutionThreads, grad, geometry.batch, channels,
-                                    size, args.grad_bias.MutableData<T>()));
+    GRADFUSE_RETURN_IF_ERROR(Launch(queue, GradBias<A, T>, channels, kConvolutionThreads, grad, geometry.batch,
+                                    channels, size, args.grad_bias.MutableData<T>()));
   }
   return {};
 }
@@ -80,7 +83,8 @@ Status RunTyped(const ConvolutionBackwardArgs& args, const Queue& queue) {
 int64_t WorkspaceBytes(const ConvolutionBackwardArgs&) { return 0; }
 
 Status Run(const ConvolutionBackwardArgs& args, const Queue& queue) {
-  return WithFloatType(args.input.dtype, [&](auto type) { return RunTyped<decltype(type)>(args, queue); });
+  return WithActivationTypes<false>(args.input.dtype, args.weight.dtype,
+                                    [&](auto a, auto t) { return RunTyped<decltype(a), decltype(t)>(args, queue); });
 }
 
 }  // namespace gradfuse::cuda

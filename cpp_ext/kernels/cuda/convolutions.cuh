@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/convolution_geometry.h"
 #include "kernels/cuda/device.cuh"
 
@@ -9,16 +11,27 @@ namespace gradfuse::cuda {
 inline constexpr int kConvolutionThreads = 256;
 
 // Each thread adds up one element of a result, in an order of its own that is always the same.
-template <class T>
+template <class A, class T>
 struct ConvolutionParams {
   ConvolutionGeometry g;
-  const T* small;
-  const T* large;
+  const A* small;
+  const A* large;
   const T* weight;
-  T* out;
+  A* out;                   // of the convolutions
+  T* grad_weight;           // of what is summed over both sides
   const T* bias = nullptr;  // of each channel of the result
   bool relu = false;
+  bool rounds = false;  // what is multiplied to bfloat16
 };
+
+// A number as it is multiplied.
+template <class T>
+__device__ ComputeType<T> FactorOf(bool rounds, T number) {
+  if constexpr (!std::is_same_v<T, double>) {
+    if (rounds) return Widen(Narrow<BFloat16>(Widen(number)));
+  }
+  return Widen(number);
+}
 
 // Where element `place` of a plane of sizes[0] x sizes[1] x sizes[2] is in space.
 struct Position {
@@ -62,18 +75,18 @@ __device__ inline bool IsMet(const ConvolutionGeometry& g, const Position& eleme
 }
 
 // What is written for the sum of a channel.
-template <class T>
-__device__ T Finished(const ConvolutionParams<T>& params, int64_t channel, ComputeType<T> sum) {
+template <class A, class T>
+__device__ A Finished(const ConvolutionParams<A, T>& params, int64_t channel, ComputeType<A> sum) {
   if (params.bias != nullptr) sum += Widen(params.bias[channel]);
   // NaN stays.
-  return Narrow<T>(params.relu && sum < 0 ? ComputeType<T>{0} : sum);
+  return Narrow<A>(params.relu && sum < 0 ? ComputeType<A>{0} : sum);
 }
 
 // The large side of the small one.
-template <class T>
+template <class A, class T>
 __global__ void __launch_bounds__(kConvolutionThreads)
-    TransposedConvolution(const __grid_constant__ ConvolutionParams<T> params) {
-  using Real = ComputeType<T>;
+    TransposedConvolution(const __grid_constant__ ConvolutionParams<A, T> params) {
+  using Real = ComputeType<A>;
   const ConvolutionGeometry& g = params.g;
   const int64_t taps = g.kernel_size;
   const int64_t small_size = g.small_size;
@@ -92,9 +105,9 @@ __global__ void __launch_bounds__(kConvolutionThreads)
       int64_t window;
       if (!IsMet(g, element, Position(tap, g.kernel), window)) continue;
       for (int64_t m = first; m < first + g.small_channels; ++m) {
-        const T small = params.small[(n * g.groups * g.small_channels + m) * small_size + window];
+        const A small = params.small[(n * g.groups * g.small_channels + m) * small_size + window];
         const T weight = params.weight[(m * g.large_channels + channel % g.large_channels) * taps + tap];
-        sum += Widen(small) * Widen(weight);
+        sum += FactorOf(params.rounds, small) * FactorOf(params.rounds, weight);
       }
     }
     params.out[index] = Finished(params, channel, sum);
@@ -102,10 +115,10 @@ __global__ void __launch_bounds__(kConvolutionThreads)
 }
 
 // The small side of the large one.
-template <class T>
+template <class A, class T>
 __global__ void __launch_bounds__(kConvolutionThreads)
-    Convolution(const __grid_constant__ ConvolutionParams<T> params) {
-  using Real = ComputeType<T>;
+    Convolution(const __grid_constant__ ConvolutionParams<A, T> params) {
+  using Real = ComputeType<A>;
   const ConvolutionGeometry& g = params.g;
   const int64_t taps = g.kernel_size;
   const int64_t small_size = g.small_size;
@@ -124,8 +137,9 @@ __global__ void __launch_bounds__(kConvolutionThreads)
       int64_t element;
       if (!Meets(g, window, Position(tap, g.kernel), element)) continue;
       for (int64_t c = 0; c < g.large_channels; ++c) {
-        const T large = params.large[(first + c) * large_size + element];
-        sum += Widen(large) * Widen(params.weight[(channel * g.large_channels + c) * taps + tap]);
+        const A large = params.large[(first + c) * large_size + element];
+        const T weight = params.weight[(channel * g.large_channels + c) * taps + tap];
+        sum += FactorOf(params.rounds, large) * FactorOf(params.rounds, weight);
       }
     }
     params.out[index] = Finished(params, channel, sum);

@@ -42,17 +42,19 @@ def batch_norm(call: Call) -> Iterator[Gradient]:
     if not call.node.meta.get(FUSES) and relu is None:
         yield from _batch_norm_in_nodes(call, dy)
         return
-    wanted = [int(index in call.needed) for index in range(3)]
+    wanted, statistics = [int(index in call.needed) for index in range(3)], call.y[1:3]
     yield from call.tape.parts(
-        "BatchNormBackward", 3, dy, x, weight, call.y[1], call.y[2], relu, domain="aclnn", output_mask=wanted
-    )
+        "BatchNormBackward", 3, dy, x, weight, *statistics, relu,
+        domain="aclnn", output_mask=wanted, dtypes=[dy.dtype, *(one.dtype for one in statistics)],
+    )  # fmt: skip
 
 
 def _batch_norm_in_nodes(call: Call, dy: Tensor) -> Iterator[Gradient]:
     """PyTorch's formula: (dy - mean(dy) - (x - m) r^2 mean(dy (x - m))) r w, where means are over all but channels."""
-    x, weight, (mean, invstd) = call.x[0], call.input(1), call.y[1:3]
-    assert x is not None
-    others = [axis for axis in range(call.rank(x)) if axis != 1]
+    given, weight, (mean, invstd) = call.x[0], call.input(1), call.y[1:3]
+    assert given is not None
+    others = [axis for axis in range(call.rank(given)) if axis != 1]
+    x, dy = given.cast(mean.dtype), dy.cast(mean.dtype)
 
     def column(vector: Tensor) -> Tensor:
         return vector.unsqueeze(*others)
@@ -65,7 +67,7 @@ def _batch_norm_in_nodes(call: Call, dy: Tensor) -> Iterator[Gradient]:
     def of_input() -> Tensor:
         slope = products * share * (invstd * invstd)
         centred = dy - distance * column(slope) - column(sum_dy * share)
-        return centred * column(invstd if weight is None else invstd * weight)
+        return (centred * column(invstd if weight is None else invstd * weight)).cast(given.dtype)
 
     yield of_input
     yield lambda: products * invstd
@@ -83,10 +85,16 @@ def convolution(call: Call) -> Iterator[Gradient]:
         name: call.attribute(name, [default]) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
     }
     lists["output_padding"] = call.attribute("output_padding", [0])
-    numbers = {name: call.attribute(name, default) for name, default in (("transposed", 0), ("groups", 1))}
+    numbers = {
+        name: call.attribute(name, default)
+        for name, default in (("transposed", 0), ("groups", 1), ("factors_in_bfloat16", 0))
+    }
+    image, weight = call.x[:2]
+    assert image is not None and weight is not None
     found = call.tape.parts(
-        "ConvolutionBackward", 3, dy, call.x[0], call.x[1], domain="aclnn", **lists, **numbers, output_mask=wanted
-    )
+        "ConvolutionBackward", 3, dy, image, weight, domain="aclnn",
+        **lists, **numbers, output_mask=wanted, dtypes=[image.dtype, weight.dtype, weight.dtype],
+    )  # fmt: skip
     yield from (one if is_wanted else None for one, is_wanted in zip(found, wanted, strict=True))
 
 

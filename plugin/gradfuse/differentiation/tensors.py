@@ -58,10 +58,11 @@ class Tape:
         count: int,
         *inputs: Operand,
         dtype: ir.DataType | None = None,
+        dtypes: Sequence[ir.DataType] = (),
         domain: str = "",
         **attributes: Any,
     ) -> tuple[Tensor, ...]:
-        """Append a node and return its `count` outputs, which are of one type; the rest as in `op`."""
+        """Append a node and return its `count` outputs, which are of one type or of `dtypes`; the rest as in `op`."""
         while inputs and inputs[-1] is None and not domain:
             inputs = inputs[:-1]  # Older versions of an operator do not have the inputs that are left out.
         typed = [operand for operand in inputs if isinstance(operand, Tensor)]
@@ -70,14 +71,17 @@ class Tape:
         operands = [self.constant(x, like) if isinstance(x, (int, float)) else x for x in inputs]
         name = f"{self.prefix}{op_type}_{len(self.nodes)}"
         suffixes = [""] if count == 1 else [f".{k}" for k in range(count)]
-        result = ir.TensorType(dtype or _dtype(op_type, operands, attributes))
+        types = dtypes or [dtype or _dtype(op_type, operands, attributes)] * count
         node = ir.node(
             op_type,
             [None if operand is None else operand.value for operand in operands],
             as_attributes({key: value for key, value in attributes.items() if value is not None}),
             domain=domain,
             name=name,
-            outputs=[ir.Value(name=name + suffix, type=result) for suffix in suffixes],
+            outputs=[
+                ir.Value(name=name + suffix, type=ir.TensorType(type_))
+                for suffix, type_ in zip(suffixes, types, strict=True)
+            ],
         )
         self.nodes.append(node)
         return tuple(Tensor(self, value) for value in node.outputs)

@@ -97,9 +97,12 @@ def _fuse_forward(node: Node, *, fold: bool) -> None:
         inputs += [None, None]
     x = inputs[0]
     narrow = _value(x).dtype
-    # Under autocast the input alone is narrow, and PyTorch computes in the type of the others.
-    widened = narrow in _NARROW and all(_value(one).dtype == torch.float32 for one in inputs[1:] if one is not None)
-    if not training or narrow not in _FORWARD_TYPES or not (widened or _fit(x, inputs)) or not _has_rank(x):
+    # Under autocast the input alone is narrow, and PyTorch computes in the type of the others. Where there are none,
+    # the operator would give the statistics in the type of the input.
+    wide = {_value(one).dtype for one in inputs[1:] if one is not None} <= {torch.float32}
+    is_mixed = narrow in _NARROW and wide
+    widened = is_mixed and (narrow == torch.float16 or all(one is None for one in inputs[1:]))
+    if not training or narrow not in _FORWARD_TYPES or not (is_mixed or _fit(x, inputs)) or not _has_rank(x):
         return
     results = [user for user in node.users if user.args[1] == 0]
     readers = [reader for result in results for reader in result.users]

@@ -25,8 +25,8 @@ _MOVES = frozenset(
 
 _LACKING = frozenset(("Size",))
 """What onnxruntime's CPU provider does with float16 only."""
-_WIDE_OPERATORS = frozenset(("BatchNorm", "BatchNormBackward", "Convolution", "ConvolutionBackward"))
-"""Operators of gradfuse that compute as fast in float32, where whole layers need no casts between them."""
+_CONVOLUTIONS = {"Convolution": 1, "ConvolutionBackward": 2}
+"""The operators of gradfuse on convolutions, and the place of the weight among their inputs."""
 _VIEWS = frozenset(("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"))
 
 _INTEGERS = {
@@ -73,12 +73,17 @@ def widen_bfloat16(model: ir.Model, *, fuse: bool) -> None:
         for node in products:
             if node.outputs[0].dtype == ir.DataType.BFLOAT16:
                 _fuse_product(node)
+        for graph in model.graphs():
+            for node in list(graph):
+                if node.op_type == "Conv" and not node.domain and node.outputs[0].dtype == ir.DataType.BFLOAT16:
+                    _fuse_convolution(node)
+            for node in list(graph):
+                if node.op_type in _CONVOLUTIONS and node.domain == custom_ops.DOMAIN:
+                    _round_in_convolution(node)
     for graph in model.graphs():
         for node in list(graph):
             types = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
-            if ir.DataType.BFLOAT16 not in types:
-                continue
-            if node.op_type in _WIDE_OPERATORS if node.domain else node.op_type not in (_KEPT | _MOVES) - _LACKING:
+            if ir.DataType.BFLOAT16 in types and not node.domain and node.op_type not in (_KEPT | _MOVES) - _LACKING:
                 _compute_wider(graph, node, ir.DataType.BFLOAT16, _WIDE)
     _skip_roundings(model.graph)
     if fuse:
@@ -131,23 +136,120 @@ def _swaps_last_axes(node: ir.Node, rank: int) -> bool:
     return not node.domain and list(perm) == [*range(rank - 2), rank - 1, rank - 2]
 
 
+def _fuse_convolution(node: ir.Node) -> None:
+    """Make a Conv with explicit padding a `Convolution`."""
+    (result,), graph = node.outputs, node.graph
+    assert isinstance(graph, ir.Graph)
+    if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+        return
+    names = {"strides": "stride", "pads": "padding", "dilations": "dilation"}
+    lists = {new: node.attributes.get_ints(old) for old, new in names.items()}
+    fused = ir.node(
+        "Convolution",
+        node.inputs,
+        attributes={
+            **{name: list(numbers) for name, numbers in lists.items() if numbers is not None},
+            "groups": node.attributes.get_int("group", 1),
+        },
+        domain=custom_ops.DOMAIN,
+        outputs=[ir.Value(name=result.name, type=result.type, shape=result.shape)],
+    )
+    graph.insert_before(node, fused)
+    ir.convenience.replace_all_uses_with(result, fused.outputs[0], replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def _round_in_convolution(node: ir.Node) -> None:
+    """Let a convolution of bfloat16 numbers round its weight itself, and give the weight's gradient in float32."""
+    graph, place = node.graph, _CONVOLUTIONS[node.op_type]
+    assert isinstance(graph, ir.Graph)
+    weight, of_weight = node.inputs[place], [place, *range(place + 1, len(node.inputs))]
+    rounding = None if weight is None else weight.producer()
+    if rounding is None or not _casts(rounding, _WIDE, ir.DataType.BFLOAT16):
+        return
+    for index in of_weight:
+        value = node.inputs[index]
+        if value is None:
+            continue
+        former = value.producer()
+        if former is not None and _casts(former, _WIDE, ir.DataType.BFLOAT16):
+            node.replace_input_with(index, former.inputs[0])
+            _remove_unread(former)
+        else:
+            cast = _cast(value, _WIDE)
+            graph.insert_before(node, cast)
+            node.replace_input_with(index, cast.outputs[0])
+    node.attributes["factors_in_bfloat16"] = ir.AttrInt64("factors_in_bfloat16", 1)
+    for value in node.outputs[1:]:
+        _give_wide(graph, node, value)
+
+
+def _give_wide(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
+    """Make a bfloat16 result of a node float32; what reads it in bfloat16 reads it rounded."""
+    uses, is_output = list(value.uses()), value.is_graph_output()
+    value.dtype = _WIDE
+    for widening, index in uses:
+        if widening.op_type == "Cast" and not widening.domain and widening.outputs[0].dtype == _WIDE and not is_output:
+            _become(value, widening)
+        else:
+            rounding = _cast(value, ir.DataType.BFLOAT16)
+            graph.insert_after(node, rounding)
+            widening.replace_input_with(index, rounding.outputs[0])
+
+
+def _become(value: ir.Value, cast: ir.Node) -> None:
+    """Let a value take the place of a cast's result, as an output of the graph too."""
+    (result,), graph = cast.outputs, cast.graph
+    assert isinstance(graph, ir.Graph)
+    name, is_output = result.name, result.is_graph_output()
+    if is_output and value.is_graph_output():
+        return
+    ir.convenience.replace_all_uses_with(result, value, replace_graph_outputs=True)
+    graph.remove(cast, safe=True)
+    if is_output:
+        value.name = name
+
+
 def _skip_roundings(graph: ir.Graph) -> None:
-    """Let what widens a rounded result read the result, where both are in the forward pass, or neither."""
+    """Let what computes with a rounded result in float32 read the result.
+
+    Not where the forward pass rounds what the backward pass reads: that is kept in bfloat16, and what is in float32 is
+    not to be there as long. A runtime rounds as soon as something in the forward pass reads it.
+    """
     forward = _forward_pass(graph)
     for rounding in list(graph):
         if not _casts(rounding, _WIDE, ir.DataType.BFLOAT16):
             continue
         rounded, source = rounding.outputs[0], rounding.inputs[0]
         assert source is not None
+        # The rounding itself may be for the backward pass alone.
+        is_forward = (source.producer() or rounding) in forward
+        if is_forward and source.producer() is not None and _is_read_behind(rounded, forward):
+            continue
         for widening in {use.node for use in rounded.uses()}:
-            together = (rounding in forward) == (widening in forward)
-            if widening.graph is graph and _casts(widening, ir.DataType.BFLOAT16, _WIDE) and together:
-                if widening.outputs[0].is_graph_output():
-                    continue
-                ir.convenience.replace_all_uses_with(widening.outputs[0], source)
-                graph.remove(widening, safe=True)
-        if not rounded.uses() and not rounded.is_graph_output():
-            graph.remove(rounding, safe=True)
+            if widening.graph is not graph or not _casts(widening, ir.DataType.BFLOAT16, _WIDE):
+                continue
+            for user, index in list(widening.outputs[0].uses()):
+                if user.graph is graph and is_forward == (user in forward):
+                    user.replace_input_with(index, source)
+            _remove_unread(widening)
+        _remove_unread(rounding)
+
+
+def _is_read_behind(value: ir.Value, forward: set[ir.Node]) -> bool:
+    """Whether the backward pass reads a value, or a view or a wider copy of it."""
+    return any(
+        _is_read_behind(node.outputs[0], forward)
+        if node in forward and (_is_view(node, index) or _casts(node, ir.DataType.BFLOAT16, _WIDE))
+        else node not in forward
+        for node, index in value.uses()
+    )
+
+
+def _remove_unread(cast: ir.Node) -> None:
+    (value,) = cast.outputs
+    if cast.graph is not None and not value.uses() and not value.is_graph_output():
+        cast.graph.remove(cast, safe=True)
 
 
 def _round_in_products(graph: ir.Graph) -> None:

@@ -89,6 +89,11 @@ class Samples:
             assert_gradients_close(output, other, exact, other.dtype, terms=terms)
 
 
+def activation_type(activation: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type of results of type A, which activations have, where those of type T are of `dtype`."""
+    return torch.bfloat16 if activation.dtype == torch.bfloat16 and dtype != torch.float64 else dtype
+
+
 def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The outputs of an operator of any number of them."""
     return outputs if isinstance(outputs, tuple) else (outputs,)

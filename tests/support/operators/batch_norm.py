@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from operators.base import Changes, Sample, Samples
+from operators.base import Changes, Sample, Samples, activation_type
 from operators.ctc_loss import working_type
 from operators.strides import repeated, scattered
 
@@ -45,8 +45,9 @@ def batch_norm(
     output, *statistics = torch.ops.aten._native_batch_norm_legit_functional(*wide, *old, True, factor, least)
     results = [output.relu() if relu else output, *statistics]
     absent = (False, False, False, running_mean is None, running_var is None)
-    none = torch.zeros(0, dtype=dtype)
-    return tuple(none if is_absent else one.to(dtype) for is_absent, one in zip(absent, results, strict=True))
+    types = (activation_type(input, dtype), *[dtype] * 4)
+    each = zip(absent, results, types, strict=True)
+    return tuple(torch.zeros(0, dtype=type_) if is_absent else one.to(type_) for is_absent, one, type_ in each)
 
 
 def arguments(
@@ -56,6 +57,7 @@ def arguments(
     given: Sequence[bool] = (True, True, True, True),
     centre: float = 0.0,
     seed: int = 0,
+    activations: torch.dtype | None = None,
     **attributes: Any,
 ) -> Sample:
     """Tensors of any values around `centre`; `given` are weight, bias and both running statistics."""
@@ -63,7 +65,10 @@ def arguments(
     x = torch.randn(shape, generator=generator) + centre
     vectors = [torch.randn(shape[1], generator=generator) for _ in range(4)]
     vectors[3] = vectors[3].abs()
-    inputs = [x.to(dtype), *(one.to(dtype) if there else None for one, there in zip(vectors, given, strict=True))]
+    inputs = [
+        x.to(activations or dtype),
+        *(one.to(dtype) if there else None for one, there in zip(vectors, given, strict=True)),
+    ]
     return Sample(inputs, attributes, _terms(inputs))
 
 
@@ -87,7 +92,9 @@ def _terms(inputs: Sequence[Tensor | None]) -> float:
 def _strided(rng: random.Random, dtype: torch.dtype) -> Sample:
     shape = [rng.randint(2, 5) for _ in range(rng.randint(2, 5))]
     given = [rng.random() < 0.7 for _ in range(4)]
-    sample = arguments(shape, dtype, given=given, seed=rng.randint(0, 2**30), relu=rng.randint(0, 1))
+    # Without any vector the activations tell T.
+    mixed = torch.bfloat16 if any(given) and rng.random() < 0.5 else dtype
+    sample = arguments(shape, dtype, given=given, seed=rng.randint(0, 2**30), activations=mixed, relu=rng.randint(0, 1))
     x, *vectors = sample.inputs
     assert x is not None
     views = [repeated(x, rng), *(None if one is None else scattered(one, rng) for one in vectors)]
@@ -107,6 +114,8 @@ def _typical(dtype: torch.dtype) -> list[Sample]:
         ((70, 9), {"relu": 1, "given": (True, False, False, False)}),
         ((30, 270), {"momentum": 0.0}),
         ((2, 3, 80, 80), {"momentum": 1.0}),
+        ((4, 5, 6, 7), {"relu": 1, "activations": torch.bfloat16}),
+        ((30, 27), {"given": (False, False, True, False), "activations": torch.bfloat16}),
     ]
     return [arguments(shape, dtype, **options) for shape, options in several]
 

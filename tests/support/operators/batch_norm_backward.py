@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from operators.base import FLOATS, Changes, Sample, Samples
+from operators.base import FLOATS, Changes, Sample, Samples, activation_type
 from operators.ctc_loss import working_type
 from operators.strides import repeated, scattered
 
@@ -44,9 +44,10 @@ def batch_norm_backward(
         grads = torch.ops.aten.native_batch_norm_backward(
             grad, wide, scale, None, None, mean, invstd, True, EPS, [True, True, True]
         )
+    types = (activation_type(input, dtype), dtype, dtype)
     first, second, third = (
-        torch.zeros(0, dtype=dtype) if one is None or not wanted else one.to(dtype)
-        for one, wanted in zip(grads, output_mask, strict=True)
+        torch.zeros(0, dtype=type_) if one is None or not wanted else one.to(type_)
+        for one, wanted, type_ in zip(grads, output_mask, types, strict=True)
     )
     return first, second, third
 
@@ -59,18 +60,20 @@ def arguments(
     weighted: bool = True,
     centre: float = 0.0,
     seed: int = 0,
+    activations: torch.dtype | None = None,
     **attributes: Any,
 ) -> Sample:
     """Tensors of a step: normalized by the statistics of the batch, which lies around `centre`."""
     generator = torch.Generator().manual_seed(seed)
     channels = shape[1]
-    grad = torch.randn(shape, generator=generator).to(dtype)
-    x = (torch.randn(shape, generator=generator) + centre).to(dtype)
+    kept = activations or dtype
+    grad = torch.randn(shape, generator=generator).to(kept)
+    x = (torch.randn(shape, generator=generator) + centre).to(kept)
     weight = (torch.rand(channels, generator=generator) + 0.5).to(dtype)
     planes = _by_channel(x) if x.numel() else torch.zeros(channels, 1).double()
     mean = planes.mean(1)
     invstd = 1 / ((planes - mean[:, None]).square().mean(1) + EPS).sqrt()
-    output = torch.randn(shape, generator=generator).to(dtype).relu() if relu else None
+    output = torch.randn(shape, generator=generator).to(kept).relu() if relu else None
     inputs = [grad, x, weight if weighted else None, mean.to(dtype), invstd.to(dtype), output]
     return Sample(inputs, attributes, _terms(inputs))
 
@@ -98,8 +101,10 @@ def _terms(inputs: Sequence[Tensor | None]) -> float:
 
 def _strided(rng: random.Random, dtype: torch.dtype) -> Sample:
     shape = [rng.randint(1, 5) for _ in range(rng.randint(2, 5))]
+    mixed = torch.bfloat16 if dtype != torch.float64 and rng.random() < 0.5 else dtype
     sample = arguments(
         shape, dtype, relu=rng.random() < 0.5, weighted=rng.random() < 0.5, seed=rng.randint(0, 2**30),
+        activations=mixed,
         output_mask=tuple(rng.randint(0, 1) for _ in range(3)),
     )  # fmt: skip
     whole = (0, 1, 5)
@@ -126,7 +131,12 @@ def _typical(dtype: torch.dtype) -> list[Sample]:
         ((3, 2, 5), {"output_mask": (1, 0, 0)}),
         ((2, 3, 80, 80), {}),
     ]
-    return [arguments(shape, dtype, **options) for shape, options in several]
+    mixed = dtype if dtype == torch.float64 else torch.bfloat16
+    return [
+        *(arguments(shape, dtype, **options) for shape, options in several),
+        arguments((3, 4, 33, 5), dtype, relu=True, activations=mixed),
+        arguments((30, 27), dtype, weighted=False, activations=mixed),
+    ]
 
 
 def _rows(length: int, dtype: torch.dtype) -> list[Sample]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from operators.base import FLOATS, Changes, Sample, Samples
+from operators.base import FLOATS, Changes, Sample, Samples, activation_type
 from operators.ctc_loss import working_type
 from operators.strides import scattered
 
@@ -26,6 +26,7 @@ def convolution(
     output_padding: Sequence[int] = (0,),
     groups: int = 1,
     relu: bool = False,
+    factors_in_bfloat16: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """``aten.convolution``, and a ReLU.
@@ -35,7 +36,8 @@ def convolution(
     """
     spatial = input.dim() - 2
     work = working_type(dtype)
-    x, w = (tensor.to(work).contiguous() for tensor in (input, weight))
+    factors = [one.bfloat16() if factors_in_bfloat16 else one for one in (input, weight)]
+    x, w = (tensor.to(work).contiguous() for tensor in factors)
     b = None if bias is None else bias.to(work).contiguous()
 
     def per_axis(numbers: Sequence[int]) -> list[int]:
@@ -55,11 +57,17 @@ def convolution(
         for axis in range(spatial):
             size = result.shape[axis + 2] - begin[axis] - end[axis]
             result = result.narrow(axis + 2, begin[axis], size)
-    return (result.relu() if relu else result).to(dtype)
+    return (result.relu() if relu else result).to(activation_type(input, dtype))
 
 
 def arguments(
-    described: Sequence[Any], attributes: Mapping[str, Any], dtype: torch.dtype, seed: int = 0, *, biased: bool = True
+    described: Sequence[Any],
+    attributes: Mapping[str, Any],
+    dtype: torch.dtype,
+    seed: int = 0,
+    *,
+    biased: bool = True,
+    activations: torch.dtype | None = None,
 ) -> Sample:
     """Tensors that fit attributes: `described` are batch, channels of input and output, sizes of input and kernel."""
     batch, channels, sizes, kernel = described
@@ -67,6 +75,7 @@ def arguments(
     ends = channels if attributes.get("transposed", 0) else channels[::-1]
     shapes = [(batch, channels[0], *sizes), (ends[0], ends[1] // attributes.get("groups", 1), *kernel), (channels[1],)]
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes[: 2 + biased]]
+    tensors[0] = tensors[0].to(activations or dtype)
     return Sample(tensors, attributes, _terms(tensors, attributes))
 
 
@@ -86,12 +95,16 @@ def _strided(rng: random.Random, dtype: torch.dtype) -> Sample:
         "transposed": rng.randint(0, 1),
         "groups": groups,
         "relu": rng.randint(0, 1),
+        "factors_in_bfloat16": int(dtype != torch.float64 and rng.randint(0, 1)),
     }
     sizes = [rng.randint(5, 7) for _ in range(spatial)]
     kernel = [rng.randint(1, 3) for _ in range(spatial)]
     channels = (groups * rng.randint(1, 3), groups * rng.randint(1, 3))
     described = (rng.randint(1, 3), channels, sizes, kernel)
-    sample = arguments(described, attributes, dtype, rng.randint(0, 2**30), biased=rng.random() < 0.5)
+    mixed = torch.bfloat16 if dtype != torch.float64 and rng.random() < 0.5 else dtype
+    sample = arguments(
+        described, attributes, dtype, rng.randint(0, 2**30), biased=rng.random() < 0.5, activations=mixed
+    )
     views = [scattered(tensor, rng) for tensor in sample.inputs if tensor is not None]
     return Sample(views, attributes, _terms(views, attributes))
 
@@ -101,6 +114,8 @@ def _sized(size: int, dtype: torch.dtype) -> Sample:
 
 
 def _typical(dtype: torch.dtype) -> list[Sample]:
+    narrow = {"factors_in_bfloat16": int(dtype != torch.float64)}
+    mixed = dtype if dtype == torch.float64 else torch.bfloat16
     return [
         arguments((3, (4, 6), (9, 7), (3, 3)), {"padding": (1, 1), "relu": 1}, dtype),
         arguments((2, (4, 6), (9, 8), (3, 2)), {"stride": (2, 3), "dilation": (2, 1), "groups": 2}, dtype),
@@ -110,6 +125,19 @@ def _typical(dtype: torch.dtype) -> list[Sample]:
         arguments((2, (3, 130), (7, 7), (3, 3)), {"padding": (1,), "relu": 1}, dtype),
         arguments((2, (3, 131), (12, 11), (3, 3)), {"padding": (1,), "stride": (2,)}, dtype),
         arguments((2, (3, 4), (12,), (5,)), {"padding": (2,), "stride": (2,)}, dtype, biased=False),
+        # Pairs of channels of float32 and of 16 bits: an odd one is left over, as rows, panels, items, and none.
+        arguments((3, (5, 6), (9, 7), (3, 3)), {"padding": (1,), "relu": 1, **narrow}, dtype),
+        arguments((2, (35, 130), (7, 7), (1, 1)), narrow, dtype),
+        arguments((2, (3, 131), (12, 11), (3, 3)), {"padding": (1,), "stride": (2,), **narrow}, dtype),
+        arguments((9, (20, 24), (5, 4), (3, 3)), {"padding": (1,), **narrow}, dtype),
+        arguments((9, (6, 6), (5, 4), (3, 3)), {"padding": (1,), "groups": 6, **narrow}, dtype),
+        arguments((3, (5, 6), (9, 7), (3, 3)), {"padding": (1,), "relu": 1, **narrow}, dtype, activations=mixed),
+        arguments((2, (4, 6), (9, 7), (3, 3)), {"padding": (1,)}, dtype, activations=mixed),
+        # Of several parts.
+        arguments((3, (8, 16), (256, 250), (3, 3)), {"stride": (2,), **narrow}, dtype, activations=mixed),
+        arguments((2, (7, 6), (5, 4), (3, 3)), {"transposed": 1, "stride": (2,), "padding": (1,), **narrow}, dtype),
+        arguments((2, (70, 6), (3, 4), (3, 3)), {"transposed": 1, "stride": (2,), "relu": 1, **narrow}, dtype),
+        arguments((9, (20, 24), (4, 3), (3, 3)), {"transposed": 1, "padding": (1,), **narrow}, dtype),
         arguments((2, (3, 4), (4, 5, 6), (2, 3, 3)), {"padding": (1, 0, 1), "stride": (1, 2, 1)}, dtype),
         arguments((2, (4, 6), (5, 4), (3, 3)), {"transposed": 1, "stride": (2,), "padding": (1,), "groups": 2}, dtype),
         arguments(

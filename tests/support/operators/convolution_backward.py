@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from operators.base import FLOATS, Changes, Sample, Samples
+from operators.base import FLOATS, Changes, Sample, Samples, activation_type
 from operators.ctc_loss import working_type
 from operators.strides import repeated, scattered
 
@@ -26,6 +26,7 @@ def convolution_backward(
     output_padding: Sequence[int] = (0,),
     groups: int = 1,
     output_mask: Sequence[bool] = (True, True, True),
+    factors_in_bfloat16: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten.convolution_backward``; what is not wanted is of shape (0).
@@ -36,7 +37,8 @@ def convolution_backward(
     spatial = input.dim() - 2
     work = working_type(dtype)
     # Contiguous, as PyTorch refuses some strides of float64.
-    wide = [tensor.to(work).contiguous() for tensor in (grad_output, input, weight)]
+    factors = [one.bfloat16() if factors_in_bfloat16 else one for one in (grad_output, input, weight)]
+    wide = [tensor.to(work).contiguous() for tensor in factors]
     lists = [list(numbers) * spatial if len(numbers) == 1 else list(numbers) for numbers in (stride, dilation)]
     extra = list(output_padding) * spatial if len(output_padding) == 1 else list(output_padding)
     begin, end = (list(padding) * spatial,) * 2 if len(padding) == 1 else (list(padding),) * 2
@@ -64,14 +66,25 @@ def convolution_backward(
     if begin != end and not transposed and grads[0] is not None:
         for axis in range(spatial):
             grads = [grads[0].narrow(axis + 2, begin[axis], input.shape[axis + 2]), *grads[1:]]
+    if grads[2] is not None:
+        # What is not multiplied is not rounded.
+        grads = [*grads[:2], grad_output.to(work).sum([0, *range(2, grad_output.dim())])]
+    types = (activation_type(input, dtype), dtype, dtype)
     first, second, third = (
-        torch.zeros(0, dtype=dtype) if grad is None or not wanted else grad.to(dtype)
-        for grad, wanted in zip(grads, output_mask, strict=True)
+        torch.zeros(0, dtype=type_) if grad is None or not wanted else grad.to(type_)
+        for grad, wanted, type_ in zip(grads, output_mask, types, strict=True)
     )
     return first, second, third
 
 
-def arguments(described: Sequence[Any], attributes: Mapping[str, Any], dtype: torch.dtype, seed: int = 0) -> Sample:
+def arguments(
+    described: Sequence[Any],
+    attributes: Mapping[str, Any],
+    dtype: torch.dtype,
+    seed: int = 0,
+    *,
+    activations: torch.dtype | None = None,
+) -> Sample:
     """Tensors that fit attributes: `described` are batch, channels of input and output, sizes of input and kernel."""
     batch, channels, sizes, kernel = described
     generator = torch.Generator().manual_seed(seed)
@@ -91,7 +104,8 @@ def arguments(described: Sequence[Any], attributes: Mapping[str, Any], dtype: to
             outputs.append((size + pads - reach) // of["stride"][axis] + 1)
     ends = channels if transposed else channels[::-1]
     shapes = [(batch, channels[1], *outputs), (batch, channels[0], *sizes), (ends[0], ends[1] // groups, *kernel)]
-    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    types = (activations or dtype, activations or dtype, dtype)
+    tensors = [torch.randn(shape, generator=generator).to(type_) for shape, type_ in zip(shapes, types, strict=True)]
     return Sample(tensors, attributes, _terms(tensors, attributes))
 
 
@@ -111,11 +125,14 @@ def _strided(rng: random.Random, dtype: torch.dtype) -> Sample:
         "dilation": (rng.randint(1, 2),),
         "transposed": transposed,
         "groups": groups,
+        "factors_in_bfloat16": int(dtype != torch.float64 and rng.randint(0, 1)),
     }
     sizes = [rng.randint(5, 7) for _ in range(spatial)]
     kernel = [rng.randint(1, 3) for _ in range(spatial)]
     channels = (groups * rng.randint(1, 3), groups * rng.randint(1, 3))
-    sample = arguments((rng.randint(1, 3), channels, sizes, kernel), attributes, dtype, rng.randint(0, 2**30))
+    mixed = torch.bfloat16 if dtype != torch.float64 and rng.random() < 0.5 else dtype
+    described = (rng.randint(1, 3), channels, sizes, kernel)
+    sample = arguments(described, attributes, dtype, rng.randint(0, 2**30), activations=mixed)
     grad, input, weight = (tensor for tensor in sample.inputs if tensor is not None)
     views = [repeated(grad, rng), scattered(input, rng), scattered(weight, rng)]
     return Sample(views, attributes, _terms(views, attributes))
@@ -126,6 +143,8 @@ def _sized(size: int, dtype: torch.dtype) -> Sample:
 
 
 def _typical(dtype: torch.dtype) -> list[Sample]:
+    narrow = {"factors_in_bfloat16": int(dtype != torch.float64)}
+    mixed = dtype if dtype == torch.float64 else torch.bfloat16
     return [
         arguments((3, (4, 6), (9, 7), (3, 3)), {"padding": (1, 1)}, dtype),
         arguments((2, (4, 6), (9, 8), (3, 2)), {"stride": (2, 3), "dilation": (2, 1), "groups": 2}, dtype),
@@ -135,6 +154,19 @@ def _typical(dtype: torch.dtype) -> list[Sample]:
         arguments((2, (8, 5), (7, 7), (1, 1)), {"stride": (2,), "output_mask": (0, 1, 0)}, dtype),
         arguments((2, (3, 4), (12,), (5,)), {"padding": (2,), "stride": (2,), "output_mask": (1, 0, 1)}, dtype),
         arguments((2, (3, 4), (4, 5, 6), (2, 3, 3)), {"padding": (1, 0, 1), "stride": (1, 2, 1)}, dtype),
+        # Pairs of channels and items of float32 and of 16 bits: odd ones are left over, as planes, windows, items, and
+        # none.
+        arguments((3, (5, 7), (9, 7), (3, 3)), {"padding": (1,), **narrow}, dtype),
+        arguments((3, (35, 71), (7, 7), (1, 1)), narrow, dtype),
+        arguments((2, (3, 130), (7, 8), (3, 3)), {"padding": (1,), "stride": (2,), **narrow}, dtype),
+        arguments((17, (20, 24), (5, 4), (3, 3)), {"padding": (1,), **narrow}, dtype),
+        arguments((1, (20, 24), (5, 4), (3, 3)), {"padding": (1,), **narrow}, dtype),
+        arguments((9, (6, 6), (5, 4), (3, 3)), {"padding": (1,), "groups": 6, **narrow}, dtype),
+        arguments((3, (5, 6), (9, 7), (3, 3)), {"padding": (1,), **narrow}, dtype, activations=mixed),
+        arguments((3, (4, 6), (9, 7), (3, 3)), {"padding": (1,)}, dtype, activations=mixed),
+        # Of several parts.
+        arguments((5, (8, 16), (256, 250), (3, 3)), {"stride": (2,), **narrow}, dtype, activations=mixed),
+        arguments((3, (7, 6), (5, 4), (3, 3)), {"transposed": 1, "stride": (2,), "padding": (1,), **narrow}, dtype),
         arguments((2, (4, 6), (5, 4), (3, 3)), {"transposed": 1, "stride": (2,), "padding": (1,), "groups": 2}, dtype),
         arguments(
             (2, (4, 3), (5, 4), (3, 2)),

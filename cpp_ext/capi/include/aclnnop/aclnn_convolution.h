@@ -11,13 +11,15 @@ ACL_BEGIN_DECLS
  * one of FLOAT, DOUBLE, FLOAT16 and BF16. stride, padding, dilation, outputPadding: one number for all spatial
  * dimensions, or one for each; padding also those at all beginnings, then those at all ends. outputPadding is 0 without
  * transposed. groups: of channels. relu: whether output is at least 0.
+ * factorsInBFloat16: whether input and weight are rounded to it; false for DOUBLE.
  * output: (N, M, ...), of the type of input.
  */
 aclnnStatus aclnnConvolutionGetWorkspaceSize(const aclTensor* input, const aclTensor* weight,
                                              const aclTensor* biasOptional, const aclIntArray* stride,
                                              const aclIntArray* padding, const aclIntArray* dilation, bool transposed,
                                              const aclIntArray* outputPadding, int64_t groups, bool relu,
-                                             aclTensor* output, uint64_t* workspaceSize, aclOpExecutor** executor);
+                                             bool factorsInBFloat16, aclTensor* output, uint64_t* workspaceSize,
+                                             aclOpExecutor** executor);
 
 aclnnStatus aclnnConvolution(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor, aclrtStream stream);
 

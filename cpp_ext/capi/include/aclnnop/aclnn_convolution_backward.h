@@ -11,6 +11,7 @@ ACL_BEGIN_DECLS
  * one of FLOAT, DOUBLE, FLOAT16 and BF16. stride, padding, dilation, outputPadding: one number for all spatial
  * dimensions, or one for each; padding also those at all beginnings, then those at all ends. outputPadding is 0 without
  * transposed. groups: of channels. outputMask: three numbers, 0 or 1: which of the three gradients are wanted.
+ * factorsInBFloat16: whether what is multiplied is rounded to it; false for DOUBLE.
  * gradInput, gradWeight: of the type and shape of input and weight; gradBias: (M), of the same type. A gradient that is
  *     not wanted has shape (0).
  */
@@ -18,8 +19,8 @@ aclnnStatus aclnnConvolutionBackwardGetWorkspaceSize(const aclTensor* gradOutput
                                                      const aclTensor* weight, const aclIntArray* stride,
                                                      const aclIntArray* padding, const aclIntArray* dilation,
                                                      bool transposed, const aclIntArray* outputPadding, int64_t groups,
-                                                     const aclIntArray* outputMask, aclTensor* gradInput,
-                                                     aclTensor* gradWeight, aclTensor* gradBias,
+                                                     const aclIntArray* outputMask, bool factorsInBFloat16,
+                                                     aclTensor* gradInput, aclTensor* gradWeight, aclTensor* gradBias,
                                                      uint64_t* workspaceSize, aclOpExecutor** executor);
 
 aclnnStatus aclnnConvolutionBackward(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,

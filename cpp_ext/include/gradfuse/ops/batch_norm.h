@@ -30,7 +30,7 @@ struct BatchNormArgs {
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {
-    visitor.Input("input", self.input, kT);
+    visitor.Input("input", self.input, kA);
     visitor.Input("weight", self.weight, kT);
     visitor.Input("bias", self.bias, kT);
     visitor.Input("running_mean", self.running_mean, kT);
@@ -38,7 +38,7 @@ struct BatchNormArgs {
     visitor.Attribute("momentum", self.momentum);
     visitor.Attribute("eps", self.eps);
     visitor.Attribute("relu", self.relu);
-    visitor.Output("output", self.output, kT);
+    visitor.Output("output", self.output, kA);
     visitor.Output("save_mean", self.save_mean, kT);
     visitor.Output("save_invstd", self.save_invstd, kT);
     visitor.Output("new_running_mean", self.new_running_mean, kT);

@@ -28,14 +28,14 @@ struct BatchNormBackwardArgs {
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {
-    visitor.Input("grad_output", self.grad_output, kT);
-    visitor.Input("input", self.input, kT);
+    visitor.Input("grad_output", self.grad_output, kA);
+    visitor.Input("input", self.input, kA);
     visitor.Input("weight", self.weight, kT);
     visitor.Input("save_mean", self.save_mean, kT);
     visitor.Input("save_invstd", self.save_invstd, kT);
-    visitor.Input("relu_output", self.relu_output, kT);
+    visitor.Input("relu_output", self.relu_output, kA);
     visitor.Attribute("output_mask", self.output_mask);
-    visitor.Output("grad_input", self.grad_input, kT);
+    visitor.Output("grad_input", self.grad_input, kA);
     visitor.Output("grad_weight", self.grad_weight, kT);
     visitor.Output("grad_bias", self.grad_bias, kT);
   }

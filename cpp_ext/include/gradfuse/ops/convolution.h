@@ -8,7 +8,8 @@ namespace gradfuse {
 //   output[n,m,o] = bias[m] + sum over c, k of input[n,c,o stride - padding + k dilation] weight[m,c,k]
 // Or a transposed one:
 //   output[n,m,o stride - padding + k dilation] = bias[m] + sum over c, o, k of input[n,c,o] weight[c,m,k]
-// With relu it is at least 0. Nothing is added for positions in the padding.
+// With relu it is at least 0. Nothing is added for positions in the padding. With factors_in_bfloat16, input and weight
+// are rounded to it.
 struct ConvolutionArgs {
   static constexpr char kName[] = "Convolution";
   static constexpr TypeSet kTypes{DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
@@ -26,11 +27,12 @@ struct ConvolutionArgs {
   Numbers output_padding{0};
   int64_t groups = 1;
   int64_t relu = 0;
+  int64_t factors_in_bfloat16 = 0;
   MutableTensor output;  // (N, M, ...)
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {
-    visitor.Input("input", self.input, kT);
+    visitor.Input("input", self.input, kA);
     visitor.Input("weight", self.weight, kT);
     visitor.Input("bias", self.bias, kT);
     visitor.Attribute("stride", self.stride);
@@ -40,7 +42,8 @@ struct ConvolutionArgs {
     visitor.Attribute("output_padding", self.output_padding);
     visitor.Attribute("groups", self.groups);
     visitor.Attribute("relu", self.relu);
-    visitor.Output("output", self.output, kT);
+    visitor.Attribute("factors_in_bfloat16", self.factors_in_bfloat16);
+    visitor.Output("output", self.output, kA);
   }
 };
 

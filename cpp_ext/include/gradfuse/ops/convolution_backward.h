@@ -10,7 +10,7 @@ namespace gradfuse {
 //   grad_weight[m,c,k] = sum over n, o of grad_output[n,m,o] input[n,c,o stride - padding + k dilation]
 //   grad_bias[m] = sum over n, o of grad_output[n,m,o]
 // In a transposed one grad_output and input change places in both products. Nothing is added for positions in the
-// padding.
+// padding. With factors_in_bfloat16, what is multiplied is rounded to it.
 struct ConvolutionBackwardArgs {
   static constexpr char kName[] = "ConvolutionBackward";
   static constexpr TypeSet kTypes{DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16};
@@ -28,6 +28,7 @@ struct ConvolutionBackwardArgs {
   Numbers output_padding{0};
   int64_t groups = 1;
   Numbers output_mask{1, 1, 1};
+  int64_t factors_in_bfloat16 = 0;
   // Of the shapes of input, weight and (M); (0) where output_mask is 0.
   MutableTensor grad_input;
   MutableTensor grad_weight;
@@ -35,8 +36,8 @@ struct ConvolutionBackwardArgs {
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {
-    visitor.Input("grad_output", self.grad_output, kT);
-    visitor.Input("input", self.input, kT);
+    visitor.Input("grad_output", self.grad_output, kA);
+    visitor.Input("input", self.input, kA);
     visitor.Input("weight", self.weight, kT);
     visitor.Attribute("stride", self.stride);
     visitor.Attribute("padding", self.padding);
@@ -45,7 +46,8 @@ struct ConvolutionBackwardArgs {
     visitor.Attribute("output_padding", self.output_padding);
     visitor.Attribute("groups", self.groups);
     visitor.Attribute("output_mask", self.output_mask);
-    visitor.Output("grad_input", self.grad_input, kT);
+    visitor.Attribute("factors_in_bfloat16", self.factors_in_bfloat16);
+    visitor.Output("grad_input", self.grad_input, kA);
     visitor.Output("grad_weight", self.grad_weight, kT);
     visitor.Output("grad_bias", self.grad_bias, kT);
   }

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <utility>
+
+// Memory that tasks use for a while.
+namespace gradfuse::cpu {
+
+constexpr std::align_val_t kCacheLine{64};
+
+struct FreeAligned {
+  void operator()(void* memory) const { ::operator delete(memory, kCacheLine); }
+};
+
+constexpr int64_t kMostKept = 4 << 20;
+
+// Zeros for a task, or what was there before, without throwing: null where there is no memory. Threads keep up to six
+// pieces for their next tasks, as the first use of new memory costs as much as the work on it.
+template <class T>
+class TaskMemory {
+ public:
+  explicit TaskMemory(int64_t count, bool is_zero = true) {
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
+    for (Piece& piece : Kept()) {
+      if (memory_.memory == nullptr && piece.bytes >= bytes) std::swap(memory_, piece);
+    }
+    if (memory_.memory == nullptr) {
+      memory_.memory.reset(::operator new(bytes, kCacheLine, std::nothrow));
+      memory_.bytes = memory_.memory == nullptr ? 0 : bytes;
+    }
+    if (is_zero && memory_.memory != nullptr) std::fill_n(data(), count, T{});
+  }
+  ~TaskMemory() {
+    if (memory_.bytes > static_cast<size_t>(kMostKept)) return;
+    for (Piece& piece : Kept()) {
+      if (piece.bytes < memory_.bytes) std::swap(memory_, piece);
+    }
+  }
+  TaskMemory(const TaskMemory&) = delete;
+  TaskMemory& operator=(const TaskMemory&) = delete;
+
+  T* data() const { return static_cast<T*>(memory_.memory.get()); }
+
+ private:
+  struct Piece {
+    std::unique_ptr<void, FreeAligned> memory;
+    size_t bytes = 0;
+  };
+  static std::array<Piece, 6>& Kept() {
+    static thread_local std::array<Piece, 6> pieces;
+    return pieces;
+  }
+
+  Piece memory_;
+};
+
+// The same, for what cannot go on without: throws std::bad_alloc. Nothing is set.
+template <class T>
+class KeptMemory : public TaskMemory<T> {
+ public:
+  explicit KeptMemory(int64_t count) : TaskMemory<T>(count, /*is_zero=*/false) {
+    if (this->data() == nullptr) throw std::bad_alloc();
+  }
+};
+
+}  // namespace gradfuse::cpu
