@@ -66,17 +66,19 @@ def widen_bfloat16(model: ir.Model, *, fuse: bool) -> None:
     the backward pass takes from the forward pass is kept in bfloat16, in which it takes half of the memory.
     """
     if fuse:
-        products = [node for graph in model.graphs() for node in graph if _is_product(node)]
+        every = [node for graph in model.graphs() for node in graph]
+        products = [node for node in every if _is_product(node)]
+        convolutions = [node for node in every if node.op_type == "Conv" and not node.domain]
         swaps = [value.producer() for node in products for value in node.inputs if value is not None]
-        known = [node for node in (*products, *swaps) if node is not None]
+        known = [node for node in (*products, *convolutions, *swaps) if node is not None]
         infer(model, {value for node in known for value in (*node.inputs, *node.outputs) if value is not None})
         for node in products:
             if node.outputs[0].dtype == ir.DataType.BFLOAT16:
                 _fuse_product(node)
+        for node in convolutions:
+            if node.outputs[0].dtype == ir.DataType.BFLOAT16:
+                _fuse_convolution(node)
         for graph in model.graphs():
-            for node in list(graph):
-                if node.op_type == "Conv" and not node.domain and node.outputs[0].dtype == ir.DataType.BFLOAT16:
-                    _fuse_convolution(node)
             for node in list(graph):
                 if node.op_type in _CONVOLUTIONS and node.domain == custom_ops.DOMAIN:
                     _round_in_convolution(node)
@@ -137,10 +139,11 @@ def _swaps_last_axes(node: ir.Node, rank: int) -> bool:
 
 
 def _fuse_convolution(node: ir.Node) -> None:
-    """Make a Conv with explicit padding a `Convolution`."""
+    """Make a Conv of known rank with explicit padding a `Convolution`."""
     (result,), graph = node.outputs, node.graph
     assert isinstance(graph, ir.Graph)
-    if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+    image = node.inputs[0]
+    if image is None or image.shape is None or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
         return
     names = {"strides": "stride", "pads": "padding", "dilations": "dilation"}
     lists = {new: node.attributes.get_ints(old) for old, new in names.items()}
