@@ -8,6 +8,7 @@ from onnx import TensorProto
 
 from gradfuse.custom_ops import draws
 from gradfuse.custom_ops.operator import (
+    ALL_FLOAT_TYPES,
     Attribute,
     Call,
     Dim,
@@ -19,11 +20,10 @@ from gradfuse.custom_ops.operator import (
 )
 
 BIASES_HAVE_NO_GRADIENT = "There is no gradient w.r.t. attn_mask."
-FLOAT_TYPES = ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")
 CONSTRAINTS = {
-    "T": FLOAT_TYPES,
+    "T": ALL_FLOAT_TYPES,
     "S": ("tensor(float)", "tensor(double)"),
-    "M": ("tensor(bool)", *FLOAT_TYPES),
+    "M": ("tensor(bool)", *ALL_FLOAT_TYPES),
     "I": ("tensor(int64)",),
 }
 _FEWEST_MASK_DIMS = 2

@@ -149,7 +149,7 @@ OPERATOR = Operator(
     summary="(batch normalization in training mode itself, and a ReLU)",
     counterpart="`aten::_native_batch_norm_legit_functional`, `relu`",
     inputs=(
-        Input("input", "A", "What is normalized, (N, C, ...) of rank 2 to 8."),
+        Input("input", "A", "What is normalized, (N, C, ...) of rank 2 to 8. With none of the others T is its type."),
         Input("weight", "T", "Factor of each channel, (C). Absent: all ones.", optional=True),
         Input("bias", "T", "What is added to each channel, (C). Absent: all zeros.", optional=True),
         Input("running_mean", "T", "Running mean, (C).", optional=True),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from onnx import TensorProto
 
 from gradfuse.custom_ops.operator import (
+    ALL_FLOAT_TYPES,
     Attribute,
     Call,
     Input,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 MAX_RANK = 8
-_TYPES = ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")
 _WHOLE = ("input", "grad_output", "relu_output")
 _OF_CHANNELS = ("weight", "save_mean", "save_invstd")
 
@@ -196,7 +196,7 @@ OPERATOR = Operator(
         Output("grad_bias", "Gradient w.r.t. the bias, (C); (0) where it is not wanted."),
     ),
     attributes=(Attribute("output_mask", (1, 1, 1), "Which of grad_input, grad_weight and grad_bias are wanted."),),
-    constraints={"T": _TYPES, "A": _TYPES},
+    constraints={"T": ALL_FLOAT_TYPES, "A": ALL_FLOAT_TYPES},
     infer=_infer,
     choices=_choices,
     body=_body,

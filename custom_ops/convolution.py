@@ -11,14 +11,25 @@ from gradfuse.custom_ops.convolutions import (
     ATTRIBUTES,
     LISTS,
     ROUNDS,
-    TYPES,
     ConvolutionText,
     check_attributes,
     choices,
     of_group,
     output_size,
 )
-from gradfuse.custom_ops.operator import PAIRS, Attribute, Call, Dim, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.operator import (
+    ALL_FLOAT_TYPES,
+    PAIRS,
+    Attribute,
+    Call,
+    Dim,
+    Input,
+    Operator,
+    Output,
+    Tensor,
+    TorchOp,
+    Variant,
+)
 from gradfuse.custom_ops.spatial import numbers_of, paddings, per_axis, spatial_of
 
 if TYPE_CHECKING:
@@ -202,7 +213,7 @@ OPERATOR = Operator(
     ),
     outputs=(Output("output", "The result, (N, M, ...).", type="A"),),
     attributes=(*ATTRIBUTES, Attribute("relu", 0, "1: the result is at least 0.", flag=True), ROUNDS),
-    constraints={"T": TYPES, "A": TYPES},
+    constraints={"T": ALL_FLOAT_TYPES, "A": ALL_FLOAT_TYPES},
     infer=_infer,
     choices=_choices,
     body=_body,

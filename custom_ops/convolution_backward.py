@@ -11,14 +11,24 @@ from gradfuse.custom_ops.convolutions import (
     ATTRIBUTES,
     LISTS,
     ROUNDS,
-    TYPES,
     ConvolutionText,
     check_attributes,
     choices,
     of_group,
     output_size,
 )
-from gradfuse.custom_ops.operator import PAIRS, Attribute, Call, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.operator import (
+    ALL_FLOAT_TYPES,
+    PAIRS,
+    Attribute,
+    Call,
+    Input,
+    Operator,
+    Output,
+    Tensor,
+    TorchOp,
+    Variant,
+)
 from gradfuse.custom_ops.spatial import numbers_of, spatial_of
 
 if TYPE_CHECKING:
@@ -190,7 +200,7 @@ OPERATOR = Operator(
         Attribute("output_mask", (1, 1, 1), "Which of grad_input, grad_weight and grad_bias are wanted."),
         ROUNDS,
     ),
-    constraints={"T": TYPES, "A": TYPES},
+    constraints={"T": ALL_FLOAT_TYPES, "A": ALL_FLOAT_TYPES},
     infer=_infer,
     choices=_choices,
     body=_body,

@@ -9,7 +9,6 @@ from onnx import TensorProto
 from gradfuse.custom_ops.operator import Attribute, Call, Dim, Variant
 from gradfuse.custom_ops.spatial import check_numbers, numbers_of, paddings, per_axis, spatial_of
 
-TYPES = ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")
 ATTRIBUTES = (
     Attribute("stride", (1,), "The distance of neighbouring windows."),
     Attribute("padding", (0,), "Zeros beside the input; also those at all beginnings, then those at all ends."),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from onnx import TensorProto
 
 from gradfuse.custom_ops.operator import (
+    ALL_FLOAT_TYPES,
     Alignment,
     Attribute,
     Call,
@@ -28,7 +29,6 @@ from gradfuse.custom_ops.operator import (
 if TYPE_CHECKING:
     import torch
 
-LOG_PROB_TYPES = ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")
 TARGET_TYPES = ("tensor(int64)", "tensor(int32)", "tensor(bool)", "tensor(float)", "tensor(float16)")
 
 SEQUENCE_INPUTS = (
@@ -49,7 +49,7 @@ ATTRIBUTES = (
         "zero_infinity", 0, "Whether the gradient of an item without any alignment is 0 instead of NaN.", flag=True
     ),
 )
-CONSTRAINTS = {"T": LOG_PROB_TYPES, "I": TARGET_TYPES, "L": ("tensor(int64)",)}
+CONSTRAINTS = {"T": ALL_FLOAT_TYPES, "I": TARGET_TYPES, "L": ("tensor(int64)",)}
 
 
 def sequence_dims(call: Call) -> tuple[Dim, Dim, Dim]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from onnx import TensorProto
 
 from gradfuse.custom_ops.operator import (
+    ALL_FLOAT_TYPES,
     Attribute,
     Call,
     Input,
@@ -190,7 +191,7 @@ OPERATOR = Operator(
         Attribute("output_mask", (1, 1, 1), "Which of grad_input, grad_weight and grad_bias are wanted."),
     ),
     constraints={
-        "T": ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)"),
+        "T": ALL_FLOAT_TYPES,
         "S": ("tensor(float)", "tensor(double)"),
     },
     infer=_infer,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from onnx import TensorProto
 
 from gradfuse.custom_ops.operator import (
+    ALL_FLOAT_TYPES,
     Attribute,
     Call,
     Dim,
@@ -196,7 +197,7 @@ OPERATOR = Operator(
             "ceil_mode", 0, "1: the last window may reach beyond the padding, if it begins before the end.", flag=True
         ),
     ),
-    constraints={"T": ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")},
+    constraints={"T": ALL_FLOAT_TYPES},
     infer=_infer,
     choices=_choices,
     body=_body,

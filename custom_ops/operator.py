@@ -35,6 +35,9 @@ Shape: TypeAlias = tuple[Dim, ...] | None
 """The dimensions of a tensor, or None where its rank is not known."""
 
 FLOAT_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+ALL_FLOAT_TYPES = ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")
+ACTIVATIONS = "the type of activations, which is T, or bfloat16 beside a T that is not float64"
+"""What the type variable A stands for. Where no input is of type T, that is A."""
 PAIRS = (
     "Where both factors are bfloat16, or are rounded to it, kernels multiply by the processor's instruction for pairs "
     "of such numbers, if it has it (AVX512-BF16); that takes subnormal numbers for 0."
@@ -315,7 +318,9 @@ class Operator:
                 for i in self.inputs
             ],
             outputs=[OpSchema.FormalParameter(o.name, o.type, o.doc) for o in self.outputs],
-            type_constraints=[(name, types, "") for name, types in self.constraints.items()],
+            type_constraints=[
+                (name, types, ACTIVATIONS if name == "A" else "") for name, types in self.constraints.items()
+            ],
             attributes=[
                 OpSchema.Attribute(a.name, onnx.helper.make_attribute(a.name, a.default), a.doc)
                 for a in self.attributes
@@ -377,10 +382,7 @@ class Operator:
         return call
 
     def dtype(self, call: Call, variable: str = "T") -> int:
-        """The element type that T stands for, or A; 0 where it is not known.
-
-        A is the type of activations: T, or bfloat16 beside T where that is not float64. Without inputs of T, that is A.
-        """
+        """The element type that T or A stands for; 0 where it is not known."""
         for name in (variable, "A"):
             found = (call.inputs[i.name].dtype for i in self.inputs if i.type == name and i.name in call.inputs)
             for dtype in found:

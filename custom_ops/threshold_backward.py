@@ -7,7 +7,17 @@ from collections.abc import Iterable
 from onnx import TensorProto
 
 from gradfuse.custom_ops.elementwise import common_shape, torch_outputs
-from gradfuse.custom_ops.operator import Attribute, Call, Input, Operator, Output, Tensor, TorchOp, Variant
+from gradfuse.custom_ops.operator import (
+    ALL_FLOAT_TYPES,
+    Attribute,
+    Call,
+    Input,
+    Operator,
+    Output,
+    Tensor,
+    TorchOp,
+    Variant,
+)
 
 
 def _infer(call: Call) -> list[Tensor]:
@@ -48,7 +58,7 @@ OPERATOR = Operator(
     ),
     outputs=(Output("grad_input", "Gradient w.r.t. the input, of its shape."),),
     attributes=(Attribute("threshold", 0.0, "Up to which the gradient is 0."),),
-    constraints={"T": ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")},
+    constraints={"T": ALL_FLOAT_TYPES},
     infer=_infer,
     choices=_choices,
     body=_body,

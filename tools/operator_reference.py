@@ -6,7 +6,7 @@ import textwrap
 
 from gradfuse import custom_ops
 from gradfuse.custom_ops import Operator
-from gradfuse.custom_ops.operator import Value
+from gradfuse.custom_ops.operator import ACTIVATIONS, Value
 
 
 def reference() -> str:
@@ -18,10 +18,13 @@ def _section(operator: Operator) -> str:
     rows = [
         *(("input", i.name, i.type + (", optional" if i.optional else ""), i.doc) for i in operator.inputs),
         *(("attribute", a.name, _default(a.default), a.doc) for a in operator.attributes),
-        *(("output", o.name, "T", o.doc) for o in operator.outputs),
+        *(("output", o.name, o.type, o.doc) for o in operator.outputs),
     ]
     table = "\n".join(f"| {kind} | `{name}` | {type_} | {_line(doc)} |" for kind, name, type_, doc in rows)
-    types = "; ".join(f"{name}: {', '.join(map(_short, names))}" for name, names in operator.constraints.items())
+    types = "; ".join(
+        f"{name}: {ACTIVATIONS if name == 'A' else ', '.join(map(_short, names))}"
+        for name, names in operator.constraints.items()
+    )
     head = "| | name | type | |\n|---|---|---|---|"
     doc = textwrap.fill(_line(operator.doc), 120, break_on_hyphens=False)
     return f"### {operator.name}\n\n{doc}\n\n{head}\n{table}\n\nTypes: {types}."

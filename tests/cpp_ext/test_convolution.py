@@ -185,6 +185,7 @@ def test_large_on_cuda() -> None:
     check(*sizes, **attributes)
 
 
+@pytest.mark.parametrize("narrow", (0, 1))
 @pytest.mark.parametrize("bad", (torch.inf, torch.nan))
 @pytest.mark.parametrize("place", [(0, 0), (0, -1), (-1, 0), (-1, -1), (1, 1)])
 @pytest.mark.parametrize("index", (0, 1, 2))
@@ -201,10 +202,11 @@ def test_large_on_cuda() -> None:
     ids=str,
 )
 def test_what_is_not_finite_reaches_what_it_takes_part_in(
-    described: tuple[Any, ...], index: int, place: tuple[int, int], bad: float
+    described: tuple[Any, ...], index: int, place: tuple[int, int], bad: float, narrow: int
 ) -> None:
     *sizes, attributes = described
-    sample = arguments(sizes, attributes, torch.float32)
+    attributes = {**attributes, "factors_in_bfloat16": narrow}
+    sample = arguments(sizes, attributes, torch.float32, activations=torch.bfloat16 if narrow else None)
     tensors = [tensor.clone() for tensor in sample.inputs if tensor is not None]
     first = 0 if index == 2 else (0, 1, *place) if not attributes.get("groups") or index == 0 else (1, 0, *place)
     tensors[index][first] = bad

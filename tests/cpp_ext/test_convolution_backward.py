@@ -187,10 +187,14 @@ PADDED = [
 @pytest.mark.parametrize(
     "described, index, place", each_once(PADDED, (0, 1), [(0, 0), (0, -1), (-1, 0), (-1, -1), (4, 5)]), ids=str
 )
-def test_nothing_is_multiplied_with_padding(described: tuple[Any, ...], index: int, place: tuple[int, int]) -> None:
-    """An infinity times the zeros of padding would be NaN."""
+@pytest.mark.parametrize("narrow", (0, 1))
+def test_nothing_is_multiplied_with_padding(
+    described: tuple[Any, ...], index: int, place: tuple[int, int], narrow: int
+) -> None:
+    """An infinity times the zeros of padding would be NaN, and in a pair of numbers with another too."""
     *sizes, attributes = described
-    sample = arguments(sizes, attributes, torch.float32)
+    attributes = {**attributes, "factors_in_bfloat16": narrow}
+    sample = arguments(sizes, attributes, torch.float32, activations=torch.bfloat16 if narrow else None)
     tensors = [tensor.clone() for tensor in sample.inputs if tensor is not None]
     tensors[index][0, 1, place[0], place[1]] = torch.inf
     outputs = run(OP, *tensors, **attributes)

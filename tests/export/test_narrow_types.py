@@ -322,3 +322,41 @@ def test_steps_in_bfloat16_by_a_session_follow_those_of_autocast() -> None:
     terms = exact.max() * 2.0**-8 / np.finfo(np.float32).eps
     assert_gradients_close(np.array(losses, np.float32), native.astype(np.float32), exact, np.float32, terms=terms)
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_gradients_of_convolutions_in_bfloat16_are_accumulated_and_clipped() -> None:
+    torch.manual_seed(0)
+    module = Pictures()
+    batches = [(torch.randn(4, 3, 12, 12), torch.arange(4) % 5) for _ in range(3)]
+    (x, y), calls = batches[0], 6
+    step = export_training_step(
+        module,
+        F.cross_entropy,
+        ((x,), (y,)),
+        autocast=torch.bfloat16,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.2),
+        accumulate=2,
+        max_grad_norm=0.5,
+    )
+    session = TrainingSession(step)
+    losses = [float(session.step(*(one.numpy() for one in batches[call % 3]))) for call in range(calls)]
+
+    def trained(dtype: torch.dtype) -> list[float]:
+        copy, found = deepcopy(module).to(dtype), []
+        stepping = torch.optim.SGD(copy.parameters(), lr=0.2)
+        for call in range(calls):
+            x, y = batches[call % 3]
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+                loss = F.cross_entropy(copy(x.to(dtype)), y)
+            (loss / 2).backward()  # type: ignore[no-untyped-call]
+            found.append(loss.item())
+            if call % 2:
+                nn.utils.clip_grad_norm_(copy.parameters(), 0.5)
+                stepping.step()
+                stepping.zero_grad()
+        return found
+
+    native, exact = np.array(trained(torch.float32)), np.array(trained(torch.float64))
+    terms = exact.max() * 2.0**-8 / np.finfo(np.float32).eps
+    assert_gradients_close(np.array(losses, np.float32), native.astype(np.float32), exact, np.float32, terms=terms)
+    assert losses[-1] < losses[2]

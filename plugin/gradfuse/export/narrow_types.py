@@ -207,6 +207,8 @@ def _become(value: ir.Value, cast: ir.Node) -> None:
     name, is_output = result.name, result.is_graph_output()
     if is_output and value.is_graph_output():
         return
+    if value.shape is None:
+        value.shape = result.shape
     ir.convenience.replace_all_uses_with(result, value, replace_graph_outputs=True)
     graph.remove(cast, safe=True)
     if is_output:

@@ -13,9 +13,10 @@ ACL_BEGIN_DECLS
  *
  * input: (N, C, ...), of 2 to 8 dimensions, one of FLOAT, FLOAT16 and BF16.
  * weightOptional, biasOptional: (C), of the same type, or NULL for ones and zeros.
- * runningMeanOptional, runningVarOptional: (C), of the same type, or NULL.
+ * runningMeanOptional, runningVarOptional: (C), of the same type, or NULL. Of a BF16 input all these may be FLOAT or
+ *     FLOAT16.
  * momentum: 0 to 1. eps: 0 or more.
- * output: of the type and shape of input; the others: (C), of the same type, but newRunningMean and newRunningVar (0)
+ * output: of the type and shape of input; the others: (C), of the type of those before, or of input, but newRunningMean and newRunningVar (0)
  *     without runningMeanOptional and runningVarOptional.
  */
 aclnnStatus aclnnBatchNormGetWorkspaceSize(const aclTensor* input, const aclTensor* weightOptional,

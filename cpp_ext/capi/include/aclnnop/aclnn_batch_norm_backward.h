@@ -11,12 +11,13 @@ ACL_BEGIN_DECLS
  *   gradInput = weight saveInvstd (g - gradBias / n - d saveInvstd gradWeight / n)
  *
  * gradOutput, input: (N, C, ...), of 2 to 8 dimensions, one of FLOAT, DOUBLE, FLOAT16 and BF16.
- * weightOptional: (C), of the same type, or NULL for all ones.
- * saveMean, saveInvstd: (C), of the same type: the batch's mean and 1 / sqrt(variance + eps).
+ * weightOptional: (C), of the type of saveMean, or NULL for all ones.
+ * saveMean, saveInvstd: (C), of the same type, or of BF16 inputs FLOAT or FLOAT16: the batch's mean and
+ *     1 / sqrt(variance + eps).
  * reluOutputOptional: of the type and shape of input: what a ReLU made of the normalization's output; or NULL where
  *     gradOutput is the gradient of that output itself.
  * outputMask: three numbers, 0 or 1: which of the three gradients are wanted.
- * gradInput: of the type and shape of input; gradWeight, gradBias: (C), of the same type. A gradient that is not wanted
+ * gradInput: of the type and shape of input; gradWeight, gradBias: (C), of the type of saveMean. A gradient that is not wanted
  *     has shape (0).
  */
 aclnnStatus aclnnBatchNormBackwardGetWorkspaceSize(const aclTensor* gradOutput, const aclTensor* input,
