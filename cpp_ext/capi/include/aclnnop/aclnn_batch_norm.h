@@ -16,8 +16,8 @@ ACL_BEGIN_DECLS
  * runningMeanOptional, runningVarOptional: (C), of the same type, or NULL. Of a BF16 input all these may be FLOAT or
  *     FLOAT16.
  * momentum: 0 to 1. eps: 0 or more.
- * output: of the type and shape of input; the others: (C), of the type of those before, or of input, but newRunningMean and newRunningVar (0)
- *     without runningMeanOptional and runningVarOptional.
+ * output: of the type and shape of input; the others: (C), of the type of those before, or of input, but newRunningMean
+ * and newRunningVar (0) without runningMeanOptional and runningVarOptional.
  */
 aclnnStatus aclnnBatchNormGetWorkspaceSize(const aclTensor* input, const aclTensor* weightOptional,
                                            const aclTensor* biasOptional, const aclTensor* runningMeanOptional,

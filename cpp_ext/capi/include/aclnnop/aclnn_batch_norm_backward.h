@@ -17,8 +17,8 @@ ACL_BEGIN_DECLS
  * reluOutputOptional: of the type and shape of input: what a ReLU made of the normalization's output; or NULL where
  *     gradOutput is the gradient of that output itself.
  * outputMask: three numbers, 0 or 1: which of the three gradients are wanted.
- * gradInput: of the type and shape of input; gradWeight, gradBias: (C), of the type of saveMean. A gradient that is not wanted
- *     has shape (0).
+ * gradInput: of the type and shape of input; gradWeight, gradBias: (C), of the type of saveMean. A gradient that is not
+ * wanted has shape (0).
  */
 aclnnStatus aclnnBatchNormBackwardGetWorkspaceSize(const aclTensor* gradOutput, const aclTensor* input,
                                                    const aclTensor* weightOptional, const aclTensor* saveMean,
