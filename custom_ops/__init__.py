@@ -18,6 +18,7 @@ from gradfuse.custom_ops import (
     apply_sgd,
     batch_norm,
     batch_norm_backward,
+    cast_bfloat16,
     convolution,
     convolution_backward,
     cross_entropy_loss_grad,
@@ -85,6 +86,7 @@ OPS: Mapping[str, Operator] = MappingProxyType(
             linear_cross_entropy,
             pointwise,
             fused_matmul,
+            cast_bfloat16,
         )
     }
 )

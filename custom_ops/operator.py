@@ -38,6 +38,10 @@ FLOAT_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
 ALL_FLOAT_TYPES = ("tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)")
 ACTIVATIONS = "the type of activations, which is T, or bfloat16 beside a T that is not float64"
 """What the type variable A stands for. Where no input is of type T, that is A."""
+OTHER = "bfloat16 if T is float, and float if T is bfloat16"
+"""What the type variable U stands for."""
+DESCRIBED = {"A": ACTIVATIONS, "U": OTHER}
+"""The type variables that follow from T, or are not free beside it."""
 PAIRS = (
     "Where both factors are bfloat16, or are rounded to it, kernels multiply by the processor's instruction for pairs "
     "of such numbers, if it has it (AVX512-BF16); that takes subnormal numbers for 0."
@@ -211,8 +215,8 @@ class Output:
 
     Attributes:
         in_place: the input that the kernels may write it over, of the same shape: "" where there is none.
-        type: its type variable: T, one of a single type, or one for the type that values of T are computed in, float
-            or double.
+        type: its type variable: T, A, U, one of a single type, or one for the type that values of T are computed in,
+            float or double.
     """
 
     name: str
@@ -318,9 +322,7 @@ class Operator:
                 for i in self.inputs
             ],
             outputs=[OpSchema.FormalParameter(o.name, o.type, o.doc) for o in self.outputs],
-            type_constraints=[
-                (name, types, ACTIVATIONS if name == "A" else "") for name, types in self.constraints.items()
-            ],
+            type_constraints=[(name, types, DESCRIBED.get(name, "")) for name, types in self.constraints.items()],
             attributes=[
                 OpSchema.Attribute(a.name, onnx.helper.make_attribute(a.name, a.default), a.doc)
                 for a in self.attributes
@@ -401,6 +403,8 @@ class Operator:
     def _type_of(self, variable: str, t: int, a: int) -> int:
         if variable in ("T", "A"):
             return t if variable == "T" else a
+        if variable == "U":
+            return _OTHER.get(t, TensorProto.UNDEFINED)
         if len(self.constraints[variable]) == 1:
             return _TYPES[self.constraints[variable][0]]
         return computed_type(t)
@@ -465,6 +469,9 @@ class Operator:
             if context.has_output(i):
                 shape = None if tensor.shape is None else list(tensor.shape)
                 context.set_output_type(i, onnx.helper.make_tensor_type_proto(tensor.dtype, shape))
+
+
+_OTHER: Mapping[int, int] = {TensorProto.FLOAT: TensorProto.BFLOAT16, TensorProto.BFLOAT16: TensorProto.FLOAT}
 
 
 def computed_type(dtype: int) -> int:

@@ -6,7 +6,7 @@ import textwrap
 
 from gradfuse import custom_ops
 from gradfuse.custom_ops import Operator
-from gradfuse.custom_ops.operator import ACTIVATIONS, Value
+from gradfuse.custom_ops.operator import DESCRIBED, Value
 
 
 def reference() -> str:
@@ -22,7 +22,7 @@ def _section(operator: Operator) -> str:
     ]
     table = "\n".join(f"| {kind} | `{name}` | {type_} | {_line(doc)} |" for kind, name, type_, doc in rows)
     types = "; ".join(
-        f"{name}: {ACTIVATIONS if name == 'A' else ', '.join(map(_short, names))}"
+        f"{name}: {DESCRIBED.get(name) or ', '.join(map(_short, names))}"
         for name, names in operator.constraints.items()
     )
     head = "| | name | type | |\n|---|---|---|---|"

@@ -259,6 +259,54 @@ def test_products_under_autocast_to_bfloat16_are_an_operator_that_rounds_as_pyto
                 assert_gradients_close(result, native[name], exact[name], np.float32, terms=size)
 
 
+def test_large_casts_under_autocast_are_by_vectors_and_gradients_of_weights_are_not_turned() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 5))
+    batch = (torch.randn(128, 64),), (torch.arange(128) % 5,)
+    step = export_training_step(module, F.cross_entropy, batch, autocast=torch.bfloat16)
+    model = ir.from_proto(step.model)
+    types = {ir.DataType.FLOAT, ir.DataType.BFLOAT16}
+    casts = [node for node in model.graph if node.outputs[0].dtype in types and "Cast" in node.op_type]
+    large = [node for node in casts if math.prod(node.outputs[0].shape) >= 4096]  # type: ignore[arg-type]
+    assert {node.op_type for node in large} == {"CastBfloat16"} and "Cast" in {node.op_type for node in casts}
+    # The input, the weight of 6,144 numbers and its gradient, and what GELU takes and gives.
+    assert {ir.DataType.FLOAT, ir.DataType.BFLOAT16} == {node.outputs[0].dtype for node in large}
+    assert not any(node.op_type == "Transpose" for node in model.graph)
+    exact = autograd(module, F.cross_entropy, batch, torch.float64, step)
+    with torch.autocast("cpu", torch.bfloat16):
+        native = autograd(module, F.cross_entropy, batch, torch.float32, step)
+    for kernels in (True, False):
+        for name, result in run(step, batch, kernels=kernels).items():
+            size = float(np.abs(exact[name]).max()) * 2.0**-8 / np.finfo(np.float32).eps
+            assert_gradients_close(result, native[name], exact[name], np.float32, terms=size)
+
+
+@pytest.mark.parametrize("reading", ["", "Transpose<perm = [1, 0]>(product)", "Relu(product)"])
+def test_a_turned_product_is_one_of_swapped_factors_unless_something_else_reads_it(reading: str) -> None:
+    text = f"""
+        <ir_version: 10, opset_import: ["": 18]>
+        step (float[6, 4] x, float[6, 16] w) => (float[16, 4] turned{", other" if reading else ""}) {{
+            narrow_x = Cast<to = 16>(x)
+            narrow_w = Cast<to = 16>(w)
+            product = Gemm<transA = 1>(narrow_x, narrow_w)
+            narrow_turned = Transpose<perm = [1, 0]>(product)
+            turned = Cast<to = 1>(narrow_turned)
+            {f"narrow_other = {reading}" if reading else ""}
+            {"other = Cast<to = 1>(narrow_other)" if reading else ""}
+        }}
+    """
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
+    widen_bfloat16(model, fuse=True)
+    assert ("Transpose" in {node.op_type for node in model.graph}) == bool(reading)
+    rng = np.random.default_rng(0)
+    x, w = (torch.from_numpy(rng.standard_normal((6, size)).astype(np.float32)) for size in (4, 16))
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    turned = session.run(["turned"], {"x": x.numpy(), "w": w.numpy()})[0]
+    exact = (w.bfloat16().double().T @ x.bfloat16().double()).numpy()
+    native = (w.bfloat16().T @ x.bfloat16()).float().numpy()
+    assert_gradients_close(turned, native, exact, np.float32, terms=2.0**-8 / np.finfo(np.float32).eps)
+
+
 def test_views_of_a_wide_product_of_which_the_shape_alone_is_read_are_wide_too() -> None:
     text = """
         <ir_version: 10, opset_import: ["": 18]>

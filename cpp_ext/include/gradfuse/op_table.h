@@ -5,6 +5,7 @@
 #include "gradfuse/ops/apply_sgd.h"
 #include "gradfuse/ops/batch_norm.h"
 #include "gradfuse/ops/batch_norm_backward.h"
+#include "gradfuse/ops/cast_bfloat16.h"
 #include "gradfuse/ops/convolution.h"
 #include "gradfuse/ops/convolution_backward.h"
 #include "gradfuse/ops/cross_entropy_loss_grad.h"
@@ -42,7 +43,7 @@ using OpTable = OpList<  //
     ApplyAdamWArgs, ApplyAdamW8bitArgs, ApplySgdArgs, LstmRecurrenceArgs, LstmRecurrenceBackwardArgs, GruRecurrenceArgs,
     GruRecurrenceBackwardArgs, MaxPoolBackwardArgs, ConvolutionArgs, GeluBackwardArgs, ThresholdBackwardArgs,
     LayerNormBackwardArgs, MatmulNBitsArgs, MatmulNBitsBackwardArgs, ScaledDotProductAttentionArgs,
-    ScaledDotProductAttentionBackwardArgs, LinearCrossEntropyArgs, PointwiseArgs, FusedMatmulArgs>;
+    ScaledDotProductAttentionBackwardArgs, LinearCrossEntropyArgs, PointwiseArgs, FusedMatmulArgs, CastBfloat16Args>;
 
 // Calls visit(static_cast<Args*>(nullptr)) for the arguments of every op.
 template <class Visit, class... Args>

@@ -13,6 +13,9 @@ namespace gradfuse {
 // The type that values of a type are computed in.
 constexpr DType ComputedType(DType type) { return type == DType::kFloat64 ? type : DType::kFloat32; }
 
+// Of float32 and bfloat16 the one that a type is not.
+constexpr DType OtherType(DType type) { return type == DType::kBFloat16 ? DType::kFloat32 : DType::kBFloat16; }
+
 // The element types that an argument takes. Empty stands for T, the type that an op's main arguments share.
 class TypeSet {
  public:
@@ -51,6 +54,13 @@ class TypeSet {
     return set;
   }
 
+  // The other type of an op whose T is float32 or bfloat16.
+  static constexpr TypeSet OtherThanT() {
+    TypeSet set;
+    set.is_other_ = true;
+    return set;
+  }
+
   // A: the type that an op's activations share, T or, where that is not float64, bfloat16. Without any input of T, that
   // is A.
   static constexpr TypeSet Activation() {
@@ -65,14 +75,14 @@ class TypeSet {
   // The types that there are to choose from once T is known: all those that do not follow from it.
   constexpr int choices() const { return size_ + (size_ == 0 || or_t_ ? 1 : 0); }
   constexpr DType Choice(int index, DType t, DType a) const {
-    return index < size_ ? types_[index] : is_computed_ ? ComputedType(t) : is_a_ ? a : t;
+    return index < size_ ? types_[index] : is_computed_ ? ComputedType(t) : is_other_ ? OtherType(t) : is_a_ ? a : t;
   }
 
   constexpr bool read_by_host() const { return read_by_host_; }
   constexpr bool is_checked() const { return checked_; }
-  constexpr bool is_t() const { return size_ == 0 && !is_computed_ && !is_a_; }
+  constexpr bool is_t() const { return size_ == 0 && !is_computed_ && !is_other_ && !is_a_; }
   constexpr bool is_a() const { return is_a_; }
-  constexpr bool follows_t() const { return is_computed_ || or_t_ || is_a_; }
+  constexpr bool follows_t() const { return is_computed_ || is_other_ || or_t_ || is_a_; }
   constexpr int size() const { return size_; }
   constexpr DType operator[](int index) const { return types_[index]; }
   constexpr const DType* begin() const { return types_; }
@@ -88,6 +98,7 @@ class TypeSet {
   DType types_[8] = {};
   int size_ = 0;
   bool is_computed_ = false;
+  bool is_other_ = false;
   bool is_a_ = false;
   bool or_t_ = false;
   bool read_by_host_ = false;
@@ -96,6 +107,7 @@ class TypeSet {
 
 inline constexpr TypeSet kT{};
 inline constexpr TypeSet kComputedT = TypeSet::ComputedT();
+inline constexpr TypeSet kOtherThanT = TypeSet::OtherThanT();
 inline constexpr TypeSet kA = TypeSet::Activation();
 
 // Every op is a struct of its arguments: inputs (std::optional where they may be absent), attributes with their

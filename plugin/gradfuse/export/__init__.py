@@ -376,6 +376,8 @@ def _exported(
 
     if step.is_bfloat16_on_cpu:
         narrow_types.widen_bfloat16(complete, fuse=fuse)
+        if fuse:
+            narrow_types.cast_by_vectors(complete)
     index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1], normalised)
     constants = [name for name in step.state if name not in free]
     exported_step = TrainingStep(

@@ -3,12 +3,14 @@ all."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
+from gradfuse.custom_ops.elementwise import MAX_RANK
 from gradfuse.models.inlining import captured_by
 from gradfuse.passes.shapes import infer
 from gradfuse.training.step import LOSS
@@ -27,6 +29,8 @@ _LACKING = frozenset(("Size",))
 """What onnxruntime's CPU provider does with float16 only."""
 _CONVOLUTIONS = {"Convolution": 1, "ConvolutionBackward": 2}
 """The operators of gradfuse on convolutions, and the place of the weight among their inputs."""
+_FEWEST = 4096
+"""Of how many numbers on a cast is done by gradfuse's operator: with fewer, starting a node takes most of the time."""
 _VIEWS = frozenset(("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"))
 
 _INTEGERS = {
@@ -93,6 +97,37 @@ def widen_bfloat16(model: ir.Model, *, fuse: bool) -> None:
         functions.attach(model)
 
 
+def cast_by_vectors(model: ir.Model) -> None:
+    """Make casts between float32 and bfloat16 `CastBfloat16`, but for small ones and those of constants.
+
+    What onnxruntime folds, or finds to be undone by another cast, is to be a Cast: call this last.
+    """
+    graph = model.graph
+    casts = [
+        node for node in graph if _casts(node, _WIDE, ir.DataType.BFLOAT16) or _casts(node, ir.DataType.BFLOAT16, _WIDE)
+    ]
+    infer(model, {node.outputs[0] for node in casts})
+    for node in casts:
+        source, result = node.inputs[0], node.outputs[0]
+        assert source is not None
+        shape = result.shape
+        if source.is_initializer() or shape is None or len(shape) > MAX_RANK:
+            continue
+        if math.prod(size for size in shape if isinstance(size, int)) < _FEWEST and shape.is_static():
+            continue
+        fused = ir.node(
+            "CastBfloat16",
+            [source],
+            attributes={"to": result.dtype},
+            domain=custom_ops.DOMAIN,
+            outputs=[ir.Value(name=result.name, type=result.type, shape=shape)],
+        )
+        graph.insert_before(node, fused)
+        ir.convenience.replace_all_uses_with(result, fused.outputs[0], replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+    functions.attach(model)
+
+
 def _is_product(node: ir.Node) -> bool:
     return not node.domain and node.op_type in ("MatMul", "Gemm")
 
@@ -115,6 +150,13 @@ def _fuse_product(node: ir.Node) -> None:
         swap = factor.producer()
         if swap is not None and _swaps_last_axes(swap, len(factor.shape)):
             factors[index], transposed[index] = swap.inputs[0], 1 - transposed[index]
+    swapped = _only_swap(product) if bias is None else None
+    if swapped is not None:
+        # (a b)' = b' a'
+        factors, transposed = factors[::-1], [1 - flag for flag in reversed(transposed)]
+        *batch, rows, columns = product.shape
+        product = swapped.outputs[0]
+        product.shape = ir.Shape([*batch, columns, rows])
     fused = ir.node(
         "FusedMatmul",
         factors if bias is None else [*factors, bias],
@@ -125,12 +167,23 @@ def _fuse_product(node: ir.Node) -> None:
     former = [value.producer() for value in node.inputs if value is not None]
     graph.insert_before(node, fused)
     ir.convenience.replace_all_uses_with(product, fused.outputs[0], replace_graph_outputs=True)
+    if swapped is not None:
+        graph.remove(swapped, safe=True)
     graph.remove(node, safe=True)
     for swap in former:
         if swap is not None and swap.op_type == "Transpose" and swap.graph is not None:
             (value,) = swap.outputs
             if not value.uses() and not value.is_graph_output():
                 swap.graph.remove(swap, safe=True)
+
+
+def _only_swap(product: ir.Value) -> ir.Node | None:
+    """The node that swaps the last axes of a product, if nothing else reads it."""
+    uses, producer = list(product.uses()), product.producer()
+    if len(uses) != 1 or product.is_graph_output() or product.shape is None or producer is None:
+        return None
+    swap = uses[0].node
+    return swap if swap.graph is producer.graph and _swaps_last_axes(swap, len(product.shape)) else None
 
 
 def _swaps_last_axes(node: ir.Node, rank: int) -> bool:
