@@ -235,6 +235,75 @@ class Language(nn.Module):
         return self.head(self.norm(h)).flatten(0, 1)  # type: ignore[no-any-return]
 
 
+OF_SIXTEEN_BITS: list[Callable[[Tensor], Tensor]] = [
+    F.selu,
+    lambda h: h.mean() * torch.ones_like(h),
+    lambda h: h.abs().add(1.0) ** 1.7,
+    lambda h: h * h.norm(3, 1, keepdim=True),
+    lambda h: torch.log2(h.abs() + 1.25) / 3.0,
+    lambda h: h - h.logsumexp(1, keepdim=True),
+    lambda h: torch.logit(torch.sigmoid(h) * 0.875 + 0.0625),
+    lambda h: torch.clamp(h, -0.3, 0.7),
+    lambda h: h * (h == h.amax(1, keepdim=True)),
+]
+
+
+@pytest.mark.parametrize("function", OF_SIXTEEN_BITS)
+def test_operators_under_autocast_to_bfloat16_round_once_and_their_numbers_not_at_all(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 21)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self.first(x)).float()
+
+    torch.manual_seed(0)
+    module, batch = Module(), ((torch.randn(21, 6),), (torch.randn(21, 21),))
+
+    def loss(y: Tensor, factors: Tensor) -> Tensor:
+        return (y * factors).square().sum()
+
+    step = export_training_step(module, loss, batch, autocast=torch.bfloat16)
+    exact = autograd(module, loss, batch, torch.float64, step)
+    with torch.autocast("cpu", torch.bfloat16):
+        native = autograd(module, loss, batch, torch.float32, step)
+    for kernels in (True, False):
+        for name, result in run(step, batch, kernels=kernels).items():
+            size = float(np.abs(exact[name]).max()) * 2.0**-8 / np.finfo(np.float32).eps
+            assert_gradients_close(result, native[name], exact[name], np.float32, terms=size)
+            if name.endswith(".grad"):
+                # A number that is rounded makes a whole tensor too large, which roundings of its elements do not.
+                too_large, of_native = (
+                    abs(float((one * exact[name]).sum() / np.square(exact[name]).sum()) - 1)
+                    for one in (result.astype(np.float64), native[name])
+                )
+                assert too_large <= of_native + 2.0**-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_gradient_of_a_mean_of_16_bits_is_divided_in_float32(dtype: torch.dtype) -> None:
+    """1 / 49 in bfloat16 is 0.1 % off, and so would be all gradients before a pooling."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = nn.Parameter(torch.randn(200, 49))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.numbers.to(dtype).mean(1).float() * x
+
+    torch.manual_seed(0)
+    x = torch.rand(200) + 0.5
+    step = export_training_step(Mean(), lambda y, _: y.sum(), ((x,), (torch.zeros(1),)))
+    gradient = run(step, ((x,), (torch.zeros(1),)), kernels=False)["numbers.grad"]
+    exact = (x.to(dtype).double() / 49)[:, None].expand(200, 49).numpy()
+    half = torch.finfo(dtype).eps / 2
+    assert (np.abs(gradient - exact) <= 1.001 * half * exact).all()
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_under_autocast_to_bfloat16_are_an_operator_that_rounds_as_pytorch_does(bias: bool) -> None:
     torch.manual_seed(0)

@@ -292,7 +292,20 @@ def widened(model: ir.Model, dtype: ir.DataType) -> ir.Model:
                     _widen_attribute(node, attribute, dtype, narrow)
                 elif node.op_type == "Constant" and ir.DataType.FLOAT in narrow:
                     _widen_constant(node, attribute, dtype)
+    for graph in copy.graphs():
+        for node in list(graph):
+            _remove_cast_to_itself(graph, node)
     return copy
+
+
+def _remove_cast_to_itself(graph: ir.Graph | ir.Function, node: ir.Node) -> None:
+    """Remove a cast to the type that its input has: onnxruntime 1.31 loses the edges of two of them in a row."""
+    value = node.inputs[0] if node.op_type == "Cast" and not node.domain else None
+    result = node.outputs[0]
+    if value is None or value.dtype is None or value.dtype != result.dtype or result.is_graph_output():
+        return
+    ir.convenience.replace_all_uses_with(result, value)
+    graph.remove(node, safe=True)
 
 
 def _widen_constant(node: ir.Node, attribute: ir.Attr, dtype: ir.DataType) -> None:

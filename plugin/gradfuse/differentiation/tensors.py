@@ -18,6 +18,8 @@ Operand: TypeAlias = "Tensor | float | None"
 
 _BOOLEAN = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Not", "IsNaN"})
 _INT64 = frozenset({"Shape", "Size", "NonZero"})
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Pow"})
+_NARROW = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 _OF_SECOND_INPUT = frozenset({"Where", "CastLike"})
 
 
@@ -43,6 +45,8 @@ class Tape:
     ) -> Tensor:
         """Append a node and return its output.
 
+        Arithmetic of 16 bits with a number that they do not hold is in float32, as in PyTorch, and rounded once.
+
         Args:
             op_type: the operator.
             inputs: its inputs; numbers become constants of the first tensor's type.
@@ -50,6 +54,11 @@ class Tape:
             domain: the operator's domain.
             attributes: its attributes; those that are None are left out.
         """
+        if op_type in _ARITHMETIC and not domain:
+            narrow = next((x.dtype for x in inputs if isinstance(x, Tensor) and x.dtype in _NARROW), None)
+            if narrow is not None and not all(_holds(narrow, x) for x in inputs if isinstance(x, (int, float))):
+                wide = [x.cast(ir.DataType.FLOAT) if isinstance(x, Tensor) else x for x in inputs]
+                return self.op(op_type, *wide).cast(narrow)
         return self.parts(op_type, 1, *inputs, dtype=dtype, domain=domain, **attributes)[0]
 
     def parts(
@@ -133,6 +142,13 @@ class Tape:
         return rest
 
 
+def _holds(dtype: ir.DataType, number: float) -> bool:
+    """Whether a type has a number, or one that float32 does not tell from it."""
+    with np.errstate(over="ignore"):
+        held = np.float64(number).astype(dtype.numpy())
+    return np.float32(held) == np.float32(number) or math.isnan(number)
+
+
 def _dtype(op_type: str, operands: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> ir.DataType:
     """Return the element type of what an operator gives."""
     if op_type in _BOOLEAN:
@@ -174,13 +190,13 @@ class Tensor:
         return self.op("Add", other)
 
     def __radd__(self, other: float) -> Tensor:
-        return self.tape.op("Add", self.tape.constant(other, self.dtype), self)
+        return self.tape.op("Add", other, self)
 
     def __sub__(self, other: Tensor | float) -> Tensor:
         return self.op("Sub", other)
 
     def __rsub__(self, other: float) -> Tensor:
-        return self.tape.op("Sub", self.tape.constant(other, self.dtype), self)
+        return self.tape.op("Sub", other, self)
 
     def __mul__(self, other: Tensor | float) -> Tensor:
         if isinstance(other, (int, float)) and other == 1:
@@ -194,7 +210,7 @@ class Tensor:
         return self.op("Div", other)
 
     def __rtruediv__(self, other: float) -> Tensor:
-        return self.tape.op("Div", self.tape.constant(other, self.dtype), self)
+        return self.tape.op("Div", other, self)
 
     def __neg__(self) -> Tensor:
         return self.op("Neg")

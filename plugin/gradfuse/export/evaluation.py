@@ -161,7 +161,7 @@ def _translated(
     step: TorchStep, shapes: DynamicShapes, sizes: explaining.Sizes, program: ExportedProgram, inside: bool
 ) -> ir.Model:
     sizes.warn(step, program, shapes)
-    narrow = step.eps_of_activations > torch.finfo(torch.float32).eps
+    narrow = step.is_for_narrow_device
     program = tracing.decomposed(program, fuse=False, batch_norm=False, narrow=narrow, differentiates=inside)
     if DROPOUT_SEED in step.state:
         dropout.connect(program, list(step.state).index(DROPOUT_SEED))

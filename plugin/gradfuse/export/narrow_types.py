@@ -31,6 +31,12 @@ _CONVOLUTIONS = {"Convolution": 1, "ConvolutionBackward": 2}
 """The operators of gradfuse on convolutions, and the place of the weight among their inputs."""
 _FEWEST = 4096
 """Of how many numbers on a cast is done by gradfuse's operator: with fewer, starting a node takes most of the time."""
+_DECIDING = frozenset(
+    """
+    ArgMax ArgMin Ceil Equal Floor Greater GreaterOrEqual Less LessOrEqual Mod NonZero Round Sign TopK Unique
+    """.split()
+)
+"""Operators whose results jump: what they read is rounded everywhere, or equal numbers would not be equal."""
 _VIEWS = frozenset(("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"))
 
 _INTEGERS = {
@@ -288,10 +294,16 @@ def _skip_roundings(graph: ir.Graph) -> None:
             if widening.graph is not graph or not _casts(widening, ir.DataType.BFLOAT16, _WIDE):
                 continue
             for user, index in list(widening.outputs[0].uses()):
-                if user.graph is graph and is_forward == (user in forward):
+                if user.graph is graph and is_forward == (user in forward) and not _decides(user):
                     user.replace_input_with(index, source)
             _remove_unread(widening)
         _remove_unread(rounding)
+
+
+def _decides(node: ir.Node) -> bool:
+    """Whether a node's results jump, as those of a comparison do."""
+    to_whole = node.op_type == "Cast" and not node.outputs[0].dtype.is_floating_point()  # type: ignore[union-attr]
+    return not node.domain and (node.op_type in _DECIDING or to_whole)
 
 
 def _is_read_behind(value: ir.Value, forward: set[ir.Node]) -> bool:
@@ -414,6 +426,8 @@ def _widenings(value: ir.Value) -> list[ir.Node] | None:
         if node.graph is not producer.graph:
             return None
         if _casts(node, ir.DataType.BFLOAT16, _WIDE) and not node.outputs[0].is_graph_output():
+            if any(map(_decides, node.outputs[0].consumers())):
+                return None
             found.append(node)
         elif _is_view(node, index):
             behind = _widenings(node.outputs[0])

@@ -366,6 +366,11 @@ class TorchStep:
         return self.autocast == torch.bfloat16 and next(iter(self.state.values())).device.type == "cpu"
 
     @property
+    def is_for_narrow_device(self) -> bool:
+        """Whether it is of 16 bits, and left so for a device that computes with them."""
+        return self.eps_of_activations > torch.finfo(torch.float32).eps and not self.is_bfloat16_on_cpu
+
+    @property
     def scales_loss(self) -> bool:
         """Whether the loss is multiplied by a scale before its gradients are taken."""
         return self.optimizer is not None and self.optimizer.loss_scaling is not None

@@ -33,7 +33,7 @@ from gradfuse.export import (
     splits,
     standins,
 )
-from gradfuse.export.decompositions import backward, complex_numbers, forward, in_float64, logarithms
+from gradfuse.export.decompositions import backward, complex_numbers, forward, in_float32, in_float64, logarithms
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.packed_sequences import padded
@@ -156,9 +156,9 @@ def forward_program(
             program, returned = private.with_fewer_outputs(program, returned), 0
     standins.keep_stops(program)
     indices.mark(program)
-    narrow = step.eps_of_activations > torch.finfo(torch.float32).eps
+    differentiates, narrow = native.differentiates, step.is_for_narrow_device
     try:
-        program = decomposed(program, fuse=fuse, batch_norm=True, narrow=narrow, differentiates=native.differentiates)
+        program = decomposed(program, fuse=fuse, batch_norm=True, narrow=narrow, differentiates=differentiates)
     except ExportError as error:
         known = explaining.untraceable(step)
         if known is None:
@@ -218,7 +218,7 @@ def decomposed(
         program: a traced program.
         fuse: whether recurrent layers become operators of gradfuse.
         batch_norm: whether batch normalisation in training mode does, until its gradient is written.
-        narrow: whether the step itself is of 16 bits.
+        narrow: whether operators on 16 bits are left to a device that has them.
         differentiates: whether it takes derivatives itself, so that backward passes are among its operators.
 
     Raises:
@@ -233,6 +233,8 @@ def decomposed(
     table.update(forward.table())
     table.update(forward.of_numbers(table))
     table.update(in_float64.table(table))
+    if not narrow:
+        table.update(in_float32.table(table))
     table.update(complex_numbers.table(table))
     for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)
