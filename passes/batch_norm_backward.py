@@ -70,7 +70,7 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
     node = root.producer()
     assert node is not None
     given, wanted = list(node.inputs[:5]), wanted_outputs(node, 3)
-    if len(given) < 5 or None in given or next(v for v in wanted if v is not None) is not root:
+    if len(given) < 5 or None in given or root is not next((v for v in wanted if v is not None), None):
         return None
     inputs = [value for value in given if value is not None]
     if not all(site.knows(value) for value in inputs) or not 2 <= len(site.extents(inputs[1])) <= MAX_RANK:

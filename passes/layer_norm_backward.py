@@ -113,7 +113,7 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
     assert node is not None
     count = 5 if node.op_type == _WITH_MEAN else 4
     given, wanted = list(node.inputs[:count]), wanted_outputs(node, count - 2)
-    if len(given) < count or None in given or next(v for v in wanted if v is not None) is not root:
+    if len(given) < count or None in given or root is not next((v for v in wanted if v is not None), None):
         return None
     inputs = [value for value in given if value is not None]
     if not all(site.knows(value) for value in inputs):

@@ -55,8 +55,10 @@ class FuseMaxPoolBackwardPass(FusePass):
         assert positions is not None
         views = _viewed(site, positions)
         readers = {use.node for value in views for use in value.uses()} - {value.producer() for value in views}
-        is_read = readers != {node} or any(value.is_graph_output() for value in views)
-        return "something else reads the indices of the maxima" if is_read else None
+        is_read = any(value.is_graph_output() for value in views)
+        if is_read or any(reader.op_type != node.op_type for reader in readers - site.unread):
+            return "something else reads the indices of the maxima"
+        return None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from gradfuse.passes.algebra import Algebra, Poly, TooComplex
 from gradfuse.passes.matching.graphs import TOLERANCE, Names
 from gradfuse.passes.progress import Progress
-from gradfuse.passes.reading import Form, Forms, Opaque
+from gradfuse.passes.reading import Form, Forms, Opaque, ort_training
 
 _Answer = TypeVar("_Answer")
 
@@ -321,7 +321,7 @@ class Site:
         found: set[ir.Node] = set()
         for node in reversed(self.graph):
             # Operators of others may have effects.
-            if not node.domain and not any(
+            if (not node.domain or ort_training.is_pure(node)) and not any(
                 v.is_graph_output() or any(use.node not in found for use in v.uses()) for v in node.outputs
             ):
                 found.add(node)

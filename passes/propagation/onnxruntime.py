@@ -52,6 +52,17 @@ def _simplified_layer_normalization(operands: Operands) -> list[Result]:
     return [(operands.dtype(), [*operands.sizes()], None)]
 
 
+@rule("MaxPoolGrad")
+def _max_pool_grad(operands: Operands) -> list[Result]:
+    """In ONNX's domain too; what was pooled is an input of the node that gives the indices."""
+    indices = operands.value(1)
+    pool = None if indices is None else indices.producer()
+    pooled = pool.inputs[0] if pool is not None and pool.op_type == "MaxPool" and pool.inputs else None
+    if pooled is None or pooled not in operands.facts.shapes:
+        raise Unknown
+    return [(operands.dtype(), [*operands.facts.shapes[pooled]], None)]
+
+
 @rule("MatMulNBits", domain=_ORT)
 def _matmul_nbits(operands: Operands) -> list[Result]:
     columns = operands.attribute("N")

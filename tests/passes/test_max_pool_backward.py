@@ -12,6 +12,7 @@ import onnx.parser
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import helper
 from producers import run
 from torch import nn
 
@@ -180,6 +181,36 @@ def test_the_operator_of_onnxruntime_training() -> None:
     x = torch.from_numpy(feeds["x"]).requires_grad_()
     (expected,) = torch.autograd.grad(F.max_pool2d(x, 2), x, torch.from_numpy(feeds["g"]))
     np.testing.assert_array_equal(run(result, feeds)["dx"], expected.numpy())
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("twin", ["unread", "read"])
+def test_several_gradients_at_the_indices_of_one_pooling(twin: str, declared: bool) -> None:
+    model = of_training("kernel_shape = [2, 2], strides = [2, 2]")
+    graph = model.graph
+    del graph.input[2]
+    graph.node.append(helper.make_node("MaxPoolGrad", ["g", "indices"], ["twin"], kernel_shape=[2, 2], strides=[2, 2]))
+    graph.node.append(helper.make_node("Neg", ["twin"], ["far"]))
+    if twin == "read":
+        graph.node[2].input[0] = "y"
+        graph.output.append(helper.make_tensor_value_info("far", onnx.TensorProto.FLOAT, None))
+    if not declared:
+        graph.output[1].type.tensor_type.ClearField("shape")
+    result, report = fused(model, "all")
+    assert [f.op for f in report.fusions].count("MaxPoolBackward") >= 1 + (twin == "read"), report
+    assert [len(node.output) for node in result.graph.node if node.op_type == "MaxPool"] == [1]
+    numbers = np.random.default_rng(0)
+    feeds = {
+        "x": numbers.integers(-2, 3, (3, 2, 6, 6)).astype(np.float32),
+        "g": numbers.integers(-9, 10, (3, 2, 3, 3)).astype(np.float32),
+    }
+    x = torch.from_numpy(feeds["x"]).requires_grad_()
+    y = F.max_pool2d(x, 2)
+    got = run(result, feeds)
+    for name, seed in {"dx": torch.from_numpy(feeds["g"]), "far": -y.detach()}.items():
+        if name in got:
+            (expected,) = torch.autograd.grad(y, x, seed, retain_graph=True)
+            np.testing.assert_array_equal(got[name], expected.numpy())
 
 
 @pytest.mark.parametrize(
