@@ -83,7 +83,7 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
 
 
 def _is_subtraction(node: ir.Node) -> bool:
-    return not node.domain and node.op_type in ("Add", "Sub")
+    return not node.domain and node.op_type in ("Add", "Sub", "Sum")
 
 
 def _region(site: Site, root: ir.Value, channels: int) -> normalizing.Region | None:
@@ -180,10 +180,13 @@ def _bound_beside(site: Site, builder: Builder, region: normalizing.Region, whol
         raise Mismatch("it is computed of tensors of several types")
     for deviation, weight in _pairs(site, whole.x, vectors):
         of_weight = [] if weight is None else [weight]
-        # Differentiating node by node leaves the deviation in several forms.
-        sources = (*stops, *(vectors if len(vectors) <= 2 else of_weight))
-        for is_inverse in (True, False) if normalizing.is_root(deviation) else (True,):
-            parts = _Parts(whole, sources, deviation, is_inverse, weight)
+        # Differentiating node by node leaves the deviation in several forms, not all of which need be values.
+        read = [[*stops, *vectors]] if len(vectors) <= 2 else []
+        if len(vectors) > 2 or normalizing.is_made_of(site, deviation, whole.x):
+            read.append([*stops, *of_weight])
+        inverse = (True, False) if normalizing.is_root(deviation) else (True,)
+        for sources, is_inverse in itertools.product(read, inverse):
+            parts = _Parts(whole, tuple(sources), deviation, is_inverse, weight)
             definition = _definition(site, region, parts)
             try:
                 require_same(site, region.root, definition.grad_input, definition.root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from gradfuse.passes.matching import (
 from gradfuse.passes.matching.regrouping import regrouped
 from gradfuse.passes.reading import is_float
 
-_CANDIDATES = 16  # that are tried
+_CANDIDATES = 24  # that are tried
 _ROWS = 4  # forms of a deviation
 _NEAR = 24  # values between a sum and a product with it
 _STEPS = 3  # from a gradient to what is summed
@@ -43,6 +43,9 @@ class FuseLayerNormBackwardPass(FusePass):
     3. values of P's type that are g, x, m, r and w.
 
     The sums of g y and of g over all rows, where something else reads them, are replaced with P.
+
+    Of a group normalization, w differs from row to row, and sums over each channel come before those over a group. The
+    operator then gets the product of w and g.
     """
 
     operator = "LayerNormBackward"
@@ -78,9 +81,12 @@ class FuseLayerNormBackwardPass(FusePass):
             return None
         if normalizing.with_reduction(site).isdisjoint([root, *node.inputs]):
             return None
-        found = itertools.chain.from_iterable(_candidates(site, region) for region in _regions(site, root))
+        regions = list(_regions(site, root))
+        found = itertools.chain.from_iterable(_candidates(site, region) for region in regions)
         possible = (parts for one in found for parts in _parts(site, one))
         tried = [partial(_bound, site, builder, parts) for parts in itertools.islice(possible, _CANDIDATES)]
+        of_groups = (parts for region in regions for parts in _parts_of_groups(site, region))
+        tried += [partial(_bound_of_groups, site, builder, *one) for one in itertools.islice(of_groups, _CANDIDATES)]
         return self.first_bound(builder, tried)
 
 
@@ -250,9 +256,9 @@ def _parts(site: Site, one: _Candidate) -> Iterator[_Parts]:
         ways += [(value, False, cut) for value in rows if normalizing.is_root(value)]
         if len(rows) == 1:
             yield from (_Parts(one, (*stops, *rows, *inner), *way, weight) for way in ways)
-        elif len(rows) <= _ROWS:
-            # Differentiating node by node leaves the deviation in several forms.
-            yield from (_Parts(one, (*stops, *inner), *way, weight) for way in ways)
+        if len(rows) > 1 or any(normalizing.is_made_of(site, value, one.x) for value in rows):
+            # Differentiating node by node leaves the deviation in several forms, not all of which need be values.
+            yield from (_Parts(one, (*stops, *inner), *way, weight) for way in ways if len(rows) <= _ROWS)
 
 
 def _bound(site: Site, builder: Builder, parts: _Parts) -> Rewrite:
@@ -270,6 +276,65 @@ def _bound(site: Site, builder: Builder, parts: _Parts) -> Rewrite:
     return _rewrite(site, builder, parts, definition)
 
 
+def _parts_of_groups(site: Site, region: normalizing.Region) -> Iterator[tuple[_Parts, int]]:
+    """The parts of a group normalization, whose sums over each channel are multiplied with its weight, and added up.
+
+    With them the axis that those sums begin at.
+    """
+    root, channel = region.root, region.axis
+    whole = site.extents(root)
+    channels = [*whole[:channel], *(UNIT for _ in whole[channel:])]
+    is_wide = partial(normalizing.is_whole, site, root=root)
+    pairs = dict.fromkeys(pair for product in region.products(site) for pair in itertools.permutations(product, 2))
+    for first in range(channel - 1, 0, -1):
+        is_of_rows = partial(_is_of_rows, site, root=root, first=first)
+
+        def is_vector(value: ir.Value, is_of_rows: Callable[[ir.Value], bool] = is_of_rows) -> bool:
+            known = is_float(value) and site.knows(value) and len(site.extents(value)) == len(whole)
+            fits = known and all(size in (UNIT, own) for size, own in zip(site.extents(value), channels, strict=True))
+            return fits or is_of_rows(value)
+
+        rows = [value for value, _ in normalizing.arithmetic(site, root) if is_of_rows(value)]
+        for gradient, x in pairs:
+            if not is_wide(gradient) or not is_wide(x):
+                continue
+            for mean in (value for value in rows if not normalizing.is_made_of(site, value, gradient)):
+                try:
+                    vectors = normalizing.vectors(site, root, [gradient, x, mean], is_vector)
+                except Mismatch:
+                    continue
+                weights = [value for value in vectors if not is_of_rows(value)]
+                if len(weights) > 1 or len(vectors) - len(weights) != 1:
+                    continue
+                (deviation,) = (value for value in vectors if value not in weights)
+                one = _Candidate(replace(region, axis=first), gradient, x, mean)
+                weight = next(iter(weights), None)
+                # Where the mean of x is several values, it is read in x.
+                for own in ([mean], []):
+                    sources = (gradient, x, *own, deviation, *weights)
+                    yield _Parts(one, sources, deviation, is_inverse=True, is_cut=False, weight=weight), channel
+
+
+def _bound_of_groups(site: Site, builder: Builder, parts: _Parts, channel: int) -> Rewrite:
+    one, sources = parts.candidate, parts.sources
+    root, first = one.region.root, one.region.axis
+    if root.dtype not in TOLERANCE or any(value.dtype != root.dtype for value in sources) or one.mean is None:
+        raise Mismatch("it is computed of tensors of several types")
+    definition = _definition(site, parts, channel)
+    require_same(site, root, definition.grad_input, definition.root)
+    extents = site.extents(root)
+    through = one.gradient
+    if parts.weight is not None:
+        through = builder.op("Mul", [through, parts.weight], root.dtype, extents)
+    statistics = [builder.cast(value, ir.DataType.FLOAT) for value in (one.mean, parts.deviation)]
+    fused, _ = normalizing.fused_with_sums(
+        *(site, builder, FuseLayerNormBackwardPass.operator, [through, one.x, None, *statistics]),
+        *(extents, extents[first:], [None, None]),
+        axis=first - len(extents),
+    )
+    return replace(builder.rewrite("group-norm-backward", [fused], fused), frontier=tuple(sources))
+
+
 @dataclass(frozen=True)
 class _Definition:
     """What the operator computes of some values, over the variables of the whole tensors, and what the root is."""
@@ -281,7 +346,8 @@ class _Definition:
     inner: tuple[int, ...]
 
 
-def _definition(site: Site, parts: _Parts) -> _Definition:
+def _definition(site: Site, parts: _Parts, channel: int | None = None) -> _Definition:
+    """What the operator computes. Sums over the axes from the channel on come before those over all normalized axes."""
     one, sources, weight = parts.candidate, parts.sources, parts.weight
     algebra, forms, root = site.algebra, site.forms, one.region.root
     result, *given = forms.relative(root, *sources)
@@ -299,8 +365,11 @@ def _definition(site: Site, parts: _Parts) -> _Definition:
     w = others[-1:] if weight is not None else []
     y = algebra.mul(r, data if m is None else data - m)
 
+    own = sum(len(group) for group in groups[: one.region.axis if channel is None else channel])
+
     def mean(poly: Poly) -> Poly:
-        return algebra.mul(share, algebra.sum(poly, inner, sizes))
+        of_channels = algebra.sum(poly, {v: size for v, size in inner.items() if v >= own}, sizes)
+        return algebra.mul(share, algebra.sum(of_channels, {v: n for v, n in inner.items() if v < own}, sizes))
 
     through = algebra.product([*w, g])
     inside = through - algebra.mul(y, mean(algebra.mul(through, y)))

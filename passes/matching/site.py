@@ -280,7 +280,7 @@ class Site:
 
     def operands_of_difference(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
         """What a node subtracts from what, the latter first: as a difference, or a sum with a negative."""
-        if node.domain or node.op_type not in ("Sub", "Add") or len(node.inputs) != 2:
+        if node.domain or node.op_type not in ("Sub", "Add", "Sum") or len(node.inputs) != 2:
             return None
         first, second = node.inputs
         if first is None or second is None:

@@ -48,8 +48,11 @@ def _like_inputs(operands: Operands) -> list[Result]:
 
 @rule("SimplifiedLayerNormalization")
 def _simplified_layer_normalization(operands: Operands) -> list[Result]:
-    """In ONNX's domain, where onnxruntime has it."""
-    return [(operands.dtype(), [*operands.sizes()], None)]
+    """In ONNX's domain, where onnxruntime has it; with the inverse of the deviation of each row."""
+    sizes = [*operands.sizes()]
+    first = normal_axis(operands.attribute("axis", -1), len(sizes))
+    rows = [size if axis < first else 1 for axis, size in enumerate(sizes)]
+    return [(operands.dtype(), sizes, None), (ir.DataType.FLOAT, rows, None)]
 
 
 @rule("MaxPoolGrad")
