@@ -71,7 +71,7 @@ class _Scatter:
         node: the node that adds the gradient up.
         gradient: of the shape of the maxima, or flat.
         by_plane: whether each plane has indices of its own.
-        others: the poolings that the indices are made of too.
+        others: further nodes without a form that the indices are made of.
     """
 
     pool: ir.Node
@@ -131,7 +131,7 @@ class _Places:
 
     Attributes:
         by_plane: whether they count from the start of each plane.
-        others: poolings of single elements, which say where that is.
+        others: what says where that is, and has no form: a pooling of single elements, or a remainder.
     """
 
     values: tuple[ir.Value, ...]
@@ -154,7 +154,7 @@ def _places(site: Site, positions: ir.Value) -> _Places:
     if node.op_type == "Mod":
         form = site.forms.get(start)
         is_plane = form is not None and form.poly == site.algebra.product(site.extents(x)[2:])
-        return _Places(values, by_plane=True) if is_plane else _Places(tuple(found))
+        return _Places(values, by_plane=True, others=(node,)) if is_plane else _Places(tuple(found))
     singles = _counting_planes(site, start, x)
     return _Places(tuple(found)) if singles is None else _Places(values, by_plane=True, others=(singles,))
 

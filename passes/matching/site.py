@@ -6,7 +6,7 @@ import itertools
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from gradfuse.passes.reading import Form, Forms, Opaque, ort_training
 _Answer = TypeVar("_Answer")
 
 _READERS = 24  # of a value that are looked at
+_MOST_TURNED = 4  # variables whose orders are tried
 
 _WIDE = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL}
 _NEGATING = ("Neg", "Mul", "Sub")
@@ -241,6 +242,31 @@ class Site:
             if not any(rank[:2]):
                 break
         return None if best is None else (best[1], best[2])
+
+    def find_turned(
+        self,
+        poly: Poly,
+        variables: Sequence[int],
+        sizes: Mapping[int, Poly],
+        root: ir.Value,
+        *,
+        dtypes: Iterable[ir.DataType | None],
+        shape: Sequence[Poly] | None = None,
+    ) -> tuple[ir.Value, tuple[int, ...], float] | None:
+        """As `find`, of a polynomial over some variables, but their order may be another one; with that order.
+
+        onnxruntime moves transpositions past what is elementwise, and exporters have them where they like.
+        """
+        orders = itertools.permutations(variables) if len(variables) <= _MOST_TURNED else [tuple(variables)]
+        turned = None
+        for order in orders:
+            own = self.algebra.substitute(poly, {v: self.algebra.var(k) for k, v in enumerate(order)})
+            found = self.find(own, [sizes[v] for v in order], root, dtypes=dtypes, shape=shape)
+            if found is not None and found[1] == 1.0:
+                return found[0], order, 1.0
+            if found is not None and turned is None:
+                turned = found[0], order, found[1]
+        return turned
 
     def _factor(self, value: ir.Value, poly: Poly, sizes: Sequence[Poly]) -> float | None:
         form = self.forms.get(value)
