@@ -15,7 +15,6 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
-from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError
 from gradfuse.passes.algebra import UNIT, Poly, number
 from gradfuse.passes.proving.verdicts import Refuted, Unproved
@@ -405,7 +404,7 @@ def _body(node: ir.Node, opset: int, number: int) -> onnx.FunctionProto:
     operator = custom_ops.OPS[node.op_type]
     try:
         call = functions.described(operator, node)
-        variant = operator.variant(call, max(opset, OLDEST_OPSET))
+        variant = operator.variant(call, max(opset, operator.oldest_opset))
     except ArgumentError as error:
         raise Refuted(f"something that the fused op refuses: {error}") from None
     body = operator.function(variant)
