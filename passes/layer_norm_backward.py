@@ -10,7 +10,7 @@ from functools import partial
 import onnx_ir as ir
 
 from gradfuse.custom_ops.layer_norm_backward import MAX_RANK
-from gradfuse.passes.algebra import UNIT, Poly
+from gradfuse.passes.algebra import UNIT, Poly, number
 from gradfuse.passes.matching import (
     TOLERANCE,
     Builder,
@@ -20,17 +20,22 @@ from gradfuse.passes.matching import (
     Rewrite,
     Site,
     is_node_of_training,
+    names_of,
     normalizing,
     require_same,
     wanted_outputs,
 )
 from gradfuse.passes.matching.regrouping import regrouped
 from gradfuse.passes.reading import is_float
+from gradfuse.passes.report import NearMiss
 
 _CANDIDATES = 24  # that are tried
 _ROWS = 4  # forms of a deviation
 _NEAR = 24  # values between a sum and a product with it
 _STEPS = 3  # from a gradient to what is summed
+_UNBIASED = "its variance is divided by one less than the number of elements, and the operator's by that number"
+_ADDED = "a number is added to its deviation, and the operator has the root of a variance that one was added to"
+_AXES = "it normalizes along other axes than the last ones, or all but the channels, which the operators do"
 _WITH_MEAN, _WITHOUT = "LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"
 
 
@@ -71,6 +76,15 @@ class FuseLayerNormBackwardPass(FusePass):
             del self.near_misses[found:]
         return ()
 
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Normalizations whose deviation is another one, or along other axes, that a gradient goes through."""
+        if self.near_misses:
+            return
+        for node in site.graph:
+            reason = _other_deviation(site, node) if node.op_type == "Sqrt" and not node.domain else None
+            if reason is not None:
+                yield NearMiss(names_of([node])[0], self.operator, reason)
+
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
         if is_node_of_training(node, _WITH_MEAN) or is_node_of_training(node, _WITHOUT):
@@ -88,6 +102,52 @@ class FuseLayerNormBackwardPass(FusePass):
         of_groups = (parts for region in regions for parts in _parts_of_groups(site, region))
         tried += [partial(_bound_of_groups, site, builder, *one) for one in itertools.islice(of_groups, _CANDIDATES)]
         return self.first_bound(builder, tried)
+
+
+def _other_deviation(site: Site, root: ir.Node) -> str | None:
+    """What is other than the operator's in the root of a mean of squares, by which a whole tensor is divided."""
+    squared = _squared(site, root)
+    if squared is None:
+        return None
+    whole, is_along = squared
+    if not any(_is_sum_with(site, node, whole) for node in site.graph):
+        return None
+    readers = [use.node for use in root.outputs[0].uses() if use.node not in site.unread]
+    added = [one for one in readers if one.op_type == "Add" and not one.domain]
+    if any(value is not None and site.forms.constant(value) is not None for one in added for value in one.inputs):
+        return _ADDED
+    return None if is_along else _AXES
+
+
+def _squared(site: Site, root: ir.Node) -> tuple[ir.Value, bool] | None:
+    """The tensor whose squares a root is of, and whether they are added along axes that an operator has."""
+    todo = [value for value in root.inputs if value is not None]
+    for value in todo:
+        node = value.producer()
+        if node is None or node.domain or node.graph is not site.graph or len(todo) > _NEAR:
+            continue
+        summed = node.inputs[0] if node.op_type in normalizing.REDUCTIONS else None
+        above = None if summed is None else site.first(summed).producer()
+        if summed is not None and above is not None and site.knows(summed) and site.knows(value):
+            squares = above.op_type == "Pow" or (above.op_type == "Mul" and above.inputs[0] is above.inputs[1])
+            if squares and not above.domain and above.inputs[0] is not None:
+                whole = site.extents(summed)
+                left = [size for size in site.extents(value) if size != UNIT]
+                of_channels = not left or left in ([whole[-1]], whole[1:2])
+                return site.first(above.inputs[0]), of_channels or _first_summed(site, value, summed) is not None
+        todo += [v for v in normalizing.operands(site, node) or () if v is not None and v not in todo]
+    return None
+
+
+def _is_sum_with(site: Site, node: ir.Node, whole: ir.Value) -> bool:
+    """Whether a node adds up a product of a tensor and another one of its shape, which is not computed from it."""
+    summed = normalizing.reduced(site, node)
+    if summed is None or not site.knows(whole):
+        return False
+    is_wide = partial(normalizing.is_whole, site, root=whole)
+    found = normalizing.factors(site, site.first(summed), is_wide)
+    others = [one for one in found[1:] if one is not whole and not normalizing.is_made_of(site, one, whole)]
+    return whole in found and bool(others)
 
 
 def _may_be_gradient(site: Site, first: ir.Value, second: ir.Value) -> bool:
@@ -272,6 +332,9 @@ def _bound(site: Site, builder: Builder, parts: _Parts) -> Rewrite:
     except Mismatch:
         if parts.is_cut:
             raise Mismatch(normalizing.CUT) from None
+        unbiased = _definition(site, parts, less=1)
+        if unbiased.root.close_to(unbiased.grad_input, 8 * TOLERANCE[root.dtype]):
+            raise Mismatch(_UNBIASED) from None
         raise
     return _rewrite(site, builder, parts, definition)
 
@@ -346,7 +409,7 @@ class _Definition:
     inner: tuple[int, ...]
 
 
-def _definition(site: Site, parts: _Parts, channel: int | None = None) -> _Definition:
+def _definition(site: Site, parts: _Parts, channel: int | None = None, *, less: int = 0) -> _Definition:
     """What the operator computes. Sums over the axes from the channel on come before those over all normalized axes."""
     one, sources, weight = parts.candidate, parts.sources, parts.weight
     algebra, forms, root = site.algebra, site.forms, one.region.root
@@ -372,7 +435,9 @@ def _definition(site: Site, parts: _Parts, channel: int | None = None) -> _Defin
         return algebra.mul(share, algebra.sum(of_channels, {v: n for v, n in inner.items() if v < own}, sizes))
 
     through = algebra.product([*w, g])
-    inside = through - algebra.mul(y, mean(algebra.mul(through, y)))
+    count = algebra.product(inner.values())
+    of_variance = algebra.mul(count, algebra.power(count - number(less), -1)) if less else UNIT
+    inside = through - algebra.product([of_variance, y, mean(algebra.mul(through, y))])
     if m is not None:
         inside = inside - mean(through)
     outer = {v: size for v, size in sizes.items() if v < before}

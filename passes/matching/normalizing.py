@@ -65,11 +65,18 @@ def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
         read = node.inputs[:1]
     elif (summed := reduced(site, node)) is not None:
         read = [summed]
+    elif _is_square(site, node):
+        read = node.inputs[:1]
     elif (taken := chosen(site, node)) is not None:
         read = [taken]
     else:
         return None
     return [None if value is None else site.first(value) for value in read]
+
+
+def _is_square(site: Site, node: ir.Node) -> bool:
+    exponent = node.inputs[1] if node.op_type == "Pow" and len(node.inputs) > 1 else None
+    return exponent is not None and constant(site, exponent) == 2.0
 
 
 @dataclass(frozen=True)
