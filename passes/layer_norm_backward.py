@@ -271,7 +271,14 @@ def _candidates(site: Site, region: normalizing.Region) -> Iterator[_Candidate]:
                 continue
             met.add((gradient, data))
             if mean is None or any(gradient in other and data not in other for other in products):
-                yield _Candidate(region, gradient, x, mean)
+                yield _Candidate(region, _before_cast(gradient, region.root), _before_cast(x, region.root), mean)
+
+
+def _before_cast(value: ir.Value, root: ir.Value) -> ir.Value:
+    """A value before it was widened, if it had the type of the root then."""
+    node = value.producer()
+    source = node.inputs[0] if node is not None and node.op_type == "Cast" and not node.domain else None
+    return value if source is None or source.dtype != root.dtype or value.dtype == root.dtype else source
 
 
 @dataclass(frozen=True)
@@ -322,9 +329,11 @@ def _parts(site: Site, one: _Candidate) -> Iterator[_Parts]:
 
 
 def _bound(site: Site, builder: Builder, parts: _Parts) -> Rewrite:
-    root, mean = parts.candidate.region.root, parts.candidate.mean
-    values = [*parts.sources, *([] if mean is None else [mean])]
-    if root.dtype not in TOLERANCE or any(value.dtype != root.dtype for value in values):
+    one, root = parts.candidate, parts.candidate.region.root
+    values = [one.gradient, one.x, *([] if parts.weight is None else [parts.weight])]
+    statistics = [value for value in (one.mean, parts.deviation) if value is not None]
+    is_float32 = all(value.dtype in (root.dtype, ir.DataType.FLOAT) for value in statistics)
+    if root.dtype not in TOLERANCE or not is_float32 or any(value.dtype != root.dtype for value in values):
         raise Mismatch("it is computed of tensors of several types")
     definition = _definition(site, parts)
     try:

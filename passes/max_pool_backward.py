@@ -95,7 +95,7 @@ class _Window:
 def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
     if not site.knows(root) or not 3 <= len(site.extents(root)) <= MOST_SPATIAL + 2:
         return None
-    node = _viewed(site, root)[-1].producer()
+    node = _viewed(site, root, casts=True)[-1].producer()
     if node is None or node.domain or node.graph is not site.graph:
         return None
     if node.op_type == "MaxPoolGrad":
@@ -121,7 +121,11 @@ def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
             return None
     elif any(len(sizes) != 1 for sizes in dims):
         return None
-    whole = (value for value in _viewed(site, updates) if site.extents(value) == site.extents(maxima))
+    whole = (
+        value
+        for value in _viewed(site, updates, casts=True)
+        if site.extents(value) == site.extents(maxima) and value.dtype == root.dtype
+    )
     return _Scatter(pool, node, next(whole, updates), places.by_plane, places.others)
 
 
@@ -172,7 +176,7 @@ def _counting_planes(site: Site, start: ir.Value, x: ir.Value) -> ir.Node | None
         return None
     rank = len(site.extents(x))
     none, ones = (0,) * 2 * (rank - 2), (1,) * (rank - 2)
-    is_single = _window(singles, rank - 2) == _Window(ones, ones, none, ones, 0)
+    is_single = replace(_window(singles, rank - 2), dilation=ones) == _Window(ones, ones, none, ones, 0)
     return singles if is_single and [int(axis) % rank for axis in axes] == list(range(2, rank)) else None
 
 
@@ -198,14 +202,18 @@ def _of_training(site: Site, node: ir.Node) -> _Scatter | None:
     return _Scatter(pool, node, gradient)
 
 
-def _viewed(site: Site, value: ir.Value) -> list[ir.Value]:
-    """A value and what it is a view of, the nearest first: all have the same elements in the same order."""
+def _viewed(site: Site, value: ir.Value, *, casts: bool = False) -> list[ir.Value]:
+    """A value and what it is a view of, the nearest first: all have the same elements in the same order.
+
+    With `casts` in other types, too: PyTorch adds halves up in float32.
+    """
+    views = _VIEWS | {"Cast"} if casts else _VIEWS
     found = [value]
     for _ in range(_STEPS):
         if (same := site.first(found[-1])) is not found[-1]:
             found.append(same)
         node = found[-1].producer()
-        if node is None or node.domain or node.op_type not in _VIEWS or node.graph is not site.graph:
+        if node is None or node.domain or node.op_type not in views or node.graph is not site.graph:
             break
         source = node.inputs[0]
         if source is None or not site.knows(source):

@@ -65,7 +65,7 @@ def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
         read = node.inputs[:1]
     elif (summed := reduced(site, node)) is not None:
         read = [summed]
-    elif _is_square(site, node):
+    elif _is_small_power(site, node):
         read = node.inputs[:1]
     elif (taken := chosen(site, node)) is not None:
         read = [taken]
@@ -74,9 +74,10 @@ def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
     return [None if value is None else site.first(value) for value in read]
 
 
-def _is_square(site: Site, node: ir.Node) -> bool:
+def _is_small_power(site: Site, node: ir.Node) -> bool:
+    """Whether a node squares something, or leaves it as it is, as PyTorch's gradient of a square does."""
     exponent = node.inputs[1] if node.op_type == "Pow" and len(node.inputs) > 1 else None
-    return exponent is not None and constant(site, exponent) == 2.0
+    return exponent is not None and constant(site, exponent) in (1.0, 2.0)
 
 
 @dataclass(frozen=True)
