@@ -99,7 +99,7 @@ class FuseLayerNormBackwardPass(FusePass):
         found = itertools.chain.from_iterable(_candidates(site, region) for region in regions)
         possible = (parts for one in found for parts in _parts(site, one))
         tried = [partial(_bound, site, builder, parts) for parts in itertools.islice(possible, _CANDIDATES)]
-        of_groups = (parts for region in regions for parts in _parts_of_groups(site, region))
+        of_groups = _parts_of_groups(site, root)
         tried += [partial(_bound_of_groups, site, builder, *one) for one in itertools.islice(of_groups, _CANDIDATES)]
         return self.first_bound(builder, tried)
 
@@ -348,43 +348,55 @@ def _bound(site: Site, builder: Builder, parts: _Parts) -> Rewrite:
     return _rewrite(site, builder, parts, definition)
 
 
-def _parts_of_groups(site: Site, region: normalizing.Region) -> Iterator[tuple[_Parts, int]]:
+def _parts_of_groups(site: Site, root: ir.Value) -> Iterator[tuple[_Parts, int]]:
     """The parts of a group normalization, whose sums over each channel are multiplied with its weight, and added up.
 
     With them the axis that those sums begin at.
     """
-    root, channel = region.root, region.axis
-    whole = site.extents(root)
-    channels = [*whole[:channel], *(UNIT for _ in whole[channel:])]
+    found = dict(normalizing.arithmetic(site, root))
     is_wide = partial(normalizing.is_whole, site, root=root)
-    pairs = dict.fromkeys(pair for product in region.products(site) for pair in itertools.permutations(product, 2))
-    for first in range(channel - 1, 0, -1):
-        is_of_rows = partial(_is_of_rows, site, root=root, first=first)
+    read = dict.fromkeys(v for node in found.values() for v in normalizing.operands(site, node) or () if v is not None)
+    wholes = [v for v in read if is_wide(v) and (v not in found or found[v].op_type in normalizing.VIEWS)]
+    whole = site.extents(root)
+    for channel, (gradient, x) in itertools.product(range(2, len(whole)), itertools.permutations(wholes, 2)):
+        channels = [*whole[:channel], *(UNIT for _ in whole[channel:])]
+        stops = [*_viewed(site, gradient), *_viewed(site, x)]
+        for first in range(channel - 1, 0, -1):
+            is_of_rows = partial(_is_of_rows, site, root=root, first=first)
 
-        def is_vector(value: ir.Value, is_of_rows: Callable[[ir.Value], bool] = is_of_rows) -> bool:
-            known = is_float(value) and site.knows(value) and len(site.extents(value)) == len(whole)
-            fits = known and all(size in (UNIT, own) for size, own in zip(site.extents(value), channels, strict=True))
-            return fits or is_of_rows(value)
+            def is_vector(
+                value: ir.Value, channels: list[Poly] = channels, is_of_rows: Callable[[ir.Value], bool] = is_of_rows
+            ) -> bool:
+                known = is_float(value) and site.knows(value) and len(site.extents(value)) == len(whole)
+                fits = known and all(size in (UNIT, n) for size, n in zip(site.extents(value), channels, strict=True))
+                return fits or is_of_rows(value)
 
-        rows = [value for value, _ in normalizing.arithmetic(site, root) if is_of_rows(value)]
-        for gradient, x in pairs:
-            if not is_wide(gradient) or not is_wide(x):
-                continue
-            for mean in (value for value in rows if not normalizing.is_made_of(site, value, gradient)):
+            rows = [value for value in found if is_of_rows(value)]
+            for mean in (value for value in rows if not normalizing.is_made_of(site, value, stops[0])):
                 try:
-                    vectors = normalizing.vectors(site, root, [gradient, x, mean], is_vector)
+                    vectors = normalizing.vectors(site, root, [*stops, *_viewed(site, mean)], is_vector)
                 except Mismatch:
                     continue
                 weights = [value for value in vectors if not is_of_rows(value)]
                 if len(weights) > 1 or len(vectors) - len(weights) != 1:
                     continue
                 (deviation,) = (value for value in vectors if value not in weights)
-                one = _Candidate(replace(region, axis=first), gradient, x, mean)
+                one = _Candidate(normalizing.Region(root, first, frozenset(), (), {}), gradient, x, mean)
                 weight = next(iter(weights), None)
                 # Where the mean of x is several values, it is read in x.
                 for own in ([mean], []):
-                    sources = (gradient, x, *own, deviation, *weights)
-                    yield _Parts(one, sources, deviation, is_inverse=True, is_cut=False, weight=weight), channel
+                    behind = [_viewed(site, value)[-1] for value in (gradient, x, *own, deviation, *weights)]
+                    yield _Parts(one, tuple(behind), deviation, is_inverse=True, is_cut=False, weight=weight), channel
+
+
+def _viewed(site: Site, value: ir.Value) -> list[ir.Value]:
+    """A value and what it is a view of, the nearest first."""
+    found = [value]
+    while (node := found[-1].producer()) is not None and node.op_type in normalizing.VIEWS and not node.domain:
+        if node.inputs[0] is None or not site.knows(node.inputs[0]) or node.op_type in ("Cast", "Expand", "Tile"):
+            break
+        found.append(site.first(node.inputs[0]))
+    return found
 
 
 def _bound_of_groups(site: Site, builder: Builder, parts: _Parts, channel: int) -> Rewrite:

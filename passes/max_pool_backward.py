@@ -19,6 +19,7 @@ from gradfuse.passes.reading import attribute
 _VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 _STEPS = 4  # views one after the other
 _INDICES = 1
+_FEWEST = 3  # dimensions of what is pooled
 _WITH_AXES = 4  # inputs of a Slice without steps
 _FEW = 3  # windows, items and channels of a test by numbers
 
@@ -93,8 +94,9 @@ class _Window:
 
 
 def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
-    if not site.knows(root) or not 3 <= len(site.extents(root)) <= MOST_SPATIAL + 2:
-        return None
+    readers = [use.node for use in root.uses()]
+    if not site.knows(root) or (readers and all(one.op_type in _VIEWS and not one.domain for one in readers)):
+        return None  # It was tried as its view.
     node = _viewed(site, root, casts=True)[-1].producer()
     if node is None or node.domain or node.graph is not site.graph:
         return None
@@ -111,6 +113,8 @@ def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
         return None
     maxima, x = pool.outputs[0], pool.inputs[0]
     if x is None or not all(map(site.knows, (maxima, x, data, positions, updates))) or not _is_zero(site, data):
+        return None
+    if not _FEWEST <= len(site.extents(x)) <= MOST_SPATIAL + 2:
         return None
     dims = [site.extents(value) for value in (data, positions, updates)]
     if places.by_plane:
@@ -231,8 +235,6 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Scatter) -> Rew
     pool, gradient = found.pool, found.gradient
     x = pool.inputs[0]
     assert x is not None
-    if not site.knows(x) or site.extents(x) != site.extents(root):
-        raise Mismatch("it is not of the shape of what is pooled")
     if any(value.dtype != root.dtype for value in (x, gradient)):
         raise Mismatch("it is computed of tensors of several types")
     if attribute(pool, "storage_order", 0):
@@ -243,13 +245,13 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Scatter) -> Rew
     whole = gradient
     if site.extents(gradient) != site.extents(maxima):
         whole = builder.reshape(gradient, site.extents(maxima))
-    outputs = builder.fused_whole(FuseMaxPoolBackwardPass.operator, [whole, x], [site.extents(root)], **asdict(window))
+    outputs = builder.fused_whole(FuseMaxPoolBackwardPass.operator, [whole, x], [site.extents(x)], **asdict(window))
     return replace(
-        builder.rewrite("max-pool-backward", [outputs[0]], outputs[0]),
+        builder.rewrite("max-pool-backward", [outputs[0]], builder.reshape(outputs[0], site.extents(root))),
         frontier=(x, gradient),
         runs=frozenset([pool, found.node, *found.others]),
         linear=True,
-        table=_smaller(site, x, maxima, window, by_plane=found.by_plane),
+        table=_smaller(site, x, maxima, window, by_plane=found.by_plane, root=root),
     )
 
 
@@ -286,7 +288,9 @@ def _require_begins_inside(site: Site, x: ir.Value, maxima: ir.Value, window: _W
             raise Mismatch("with ceil_mode, a window begins behind the image")
 
 
-def _smaller(site: Site, x: ir.Value, maxima: ir.Value, window: _Window, *, by_plane: bool) -> dict[int, int]:
+def _smaller(
+    site: Site, x: ir.Value, maxima: ir.Value, window: _Window, *, by_plane: bool, root: ir.Value
+) -> dict[int, int]:
     """Smaller sizes for which the pooling is still valid, by the original ones; empty if there are none."""
     (batch, channels, *image), (_, _, *windows) = ([n.integer for n in site.extents(v)] for v in (x, maxima))
     table: dict[int, int] = {}
@@ -306,8 +310,12 @@ def _smaller(site: Site, x: ir.Value, maxima: ir.Value, window: _Window, *, by_p
     for size in (batch, channels):
         if size is not None:
             table.setdefault(size, size if size <= KEPT_SIZE else _FEW)
-    planes = [[batch, channels], image, windows]
-    for sizes in planes if by_plane else ([batch, channels, *image], [batch, channels, *windows]):
+    products = (
+        [[batch, channels], image, windows] if by_plane else [[batch, channels, *image], [batch, channels, *windows]]
+    )
+    if site.extents(root) != site.extents(x):
+        products += [[channels, *image], [batch, channels, *image]]
+    for sizes in products:
         # A flat tensor has their product, beside symbols.
         known = [size for size in sizes if size is not None]
         whole, less = math.prod(known), math.prod(table.get(size, size) for size in known)

@@ -16,7 +16,8 @@ from gradfuse.testing import assert_gradients_close
 OF_PYTORCH = {
     **dict.fromkeys(("adam", "adamw"), "ApplyAdamW"),
     **dict.fromkeys(("sgd", "sgd_nesterov"), "ApplySgd"),
-    **dict.fromkeys(("layer_norm", "layer_norm_plain"), "LayerNormBackward"),
+    **dict.fromkeys(("layer_norm", "layer_norm_plain", "group_norm"), "LayerNormBackward"),
+    "max_pool": "MaxPoolBackward",
     **dict.fromkeys(("gelu", "gelu_tanh"), "GeluBackward"),
     "embedding": "EmbeddingDenseBackward",
     "relu": "ThresholdBackward",
@@ -46,6 +47,8 @@ OF_JAX = {
     **{f"batch_norm{end}": "BatchNormBackward" for end in ("", "_variance", "_images", "_images_variance")},
     **{f"embedding{end}": "EmbeddingDenseBackward" for end in ("", "_take", "_one_hot")},
     "gelu": "GeluBackward",
+    "logsumexp": "CrossEntropyLossGrad",
+    "softmax_columns": "ScaledMaskedSoftmaxBackward",
     "squared_error": "MseLossBackward",
     # The gradient is 0 where the result is NaN.
     "relu": "",
@@ -116,7 +119,9 @@ def test_explain_says_why_a_graph_is_not_fused(folder: str, name: str, operator:
 @pytest.mark.usefixtures("inference_in_process")
 @pytest.mark.parametrize("path", _paths("torch_layers"))
 def test_graph_of_pytorch_is_fused_and_has_its_gradients(path: Path) -> None:
-    assert _fused(path) == [OF_PYTORCH[path.stem.split(".")[0]]]
+    # Sums of AOTAutograd's group normalization are in other dimensions than what they go into.
+    wanted = [] if path.stem == "group_norm.joint" else [OF_PYTORCH[path.stem.split(".")[0]]]
+    assert _fused(path) == wanted
 
 
 @pytest.mark.parametrize("name", ["adam.foreach", "adam.single", "adamw.foreach", "adamw.single"])
