@@ -12,6 +12,7 @@ import onnx_ir as ir
 from gradfuse.custom_ops.batch_norm_backward import MAX_RANK
 from gradfuse.passes.algebra import UNIT, Poly
 from gradfuse.passes.matching import (
+    OTHERWISE,
     TOLERANCE,
     Builder,
     FusePass,
@@ -195,7 +196,7 @@ def _bound_beside(site: Site, builder: Builder, region: normalizing.Region, whol
             return _rewrite(site, builder, region, parts, definition)
     if any(normalizing.is_cut(site, vector) for vector in vectors):
         raise Mismatch(normalizing.CUT)
-    raise Mismatch("it has the gradient's form, but the operator on the same values would compute something else")
+    raise Mismatch(OTHERWISE)
 
 
 def _pairs(site: Site, x: ir.Value, vectors: Sequence[ir.Value]) -> list[tuple[ir.Value, ir.Value | None]]:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from gradfuse.custom_ops.layer_norm_backward import MAX_RANK
 from gradfuse.passes.algebra import UNIT, Poly, number
 from gradfuse.passes.matching import (
+    OTHERWISE,
     TOLERANCE,
     Builder,
     Context,
@@ -32,6 +33,7 @@ from gradfuse.passes.report import NearMiss
 _CANDIDATES = 24  # that are tried
 _ROWS = 4  # forms of a deviation
 _NEAR = 24  # values between a sum and a product with it
+_FAR = 96  # values behind a gradient in which its deviation is looked for
 _STEPS = 3  # from a gradient to what is summed
 _UNBIASED = "its variance is divided by one less than the number of elements, and the operator's by that number"
 _ADDED = "a number is added to its deviation, and the operator has the root of a variance that one was added to"
@@ -78,7 +80,7 @@ class FuseLayerNormBackwardPass(FusePass):
 
     def unmatched(self, site: Site) -> Iterator[NearMiss]:
         """Normalizations whose deviation is another one, or along other axes, that a gradient goes through."""
-        if self.near_misses:
+        if any(miss.reason != OTHERWISE for miss in self.near_misses):
             return
         for node in site.graph:
             reason = _other_deviation(site, node) if node.op_type == "Sqrt" and not node.domain else None
@@ -101,7 +103,30 @@ class FuseLayerNormBackwardPass(FusePass):
         tried = [partial(_bound, site, builder, parts) for parts in itertools.islice(possible, _CANDIDATES)]
         of_groups = _parts_of_groups(site, root)
         tried += [partial(_bound_of_groups, site, builder, *one) for one in itertools.islice(of_groups, _CANDIDATES)]
-        return self.first_bound(builder, tried)
+        try:
+            return self.first_bound(builder, tried)
+        except Mismatch as miss:
+            roots = _roots_behind(site, root) if str(miss) == OTHERWISE else []
+            reason = next((text for one in roots if (text := _other_deviation(site, one)) is not None), None)
+            if reason is None:
+                raise
+            raise Mismatch(reason) from None
+
+
+def _roots_behind(site: Site, root: ir.Value) -> list[ir.Node]:
+    """The square roots that are part of the arithmetic behind a value."""
+    found, todo = dict[ir.Node, None](), [root]
+    seen = {root}
+    for value in todo:
+        node = value.producer()
+        if node is None or node.domain or node.graph is not site.graph or len(todo) > _FAR:
+            continue
+        if node.op_type == "Sqrt":
+            found[node] = None
+        new = [one for one in node.inputs if one is not None and is_float(one) and one not in seen]
+        seen.update(new)
+        todo += new
+    return list(found)
 
 
 def _other_deviation(site: Site, root: ir.Node) -> str | None:

@@ -12,6 +12,9 @@ from gradfuse.passes.algebra import Poly
 from gradfuse.passes.matching.graphs import TOLERANCE, graphs_in, names_of, nodes_in
 from gradfuse.passes.matching.site import Site
 
+OTHERWISE = "it has the gradient's form, but the operator on the same values would compute something else"
+"""Why a rewrite that was proposed is not one, where nothing more is known."""
+
 
 class Mismatch(Exception):
     """The value has something of an op's form, but cannot be replaced; the text says why."""
@@ -87,7 +90,7 @@ def require_same(site: Site, root: ir.Value, expected: Poly, known: Poly | None 
             left = algebra.given(own, condition, case)
             same = same and left.close_to(algebra.given(expected, condition, case), 8 * TOLERANCE[root.dtype])
     if not same:
-        raise Mismatch("it has the gradient's form, but the operator on the same values would compute something else")
+        raise Mismatch(OTHERWISE)
 
 
 def bypassed(site: Site, rewrite: Rewrite) -> Iterator[ir.Node]:
