@@ -21,7 +21,6 @@ _BETWEEN = {
     *("Add", "Sub", "Mul", "Div", "Neg", "Sum"),
 }
 _READERS = 24  # of a value that are looked at
-_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _STEPS = 4  # from a factor to the mask that it is made of
 _CUT = "a gradient that is cut by a comparison with 0, by which it is "
 _AT_NAN = f"{_CUT}0 where the result is NaN, and the operator's is the whole gradient there"
@@ -165,12 +164,7 @@ def _compared(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None] | None:
 
 def _cut_value(site: Site, value: ir.Value) -> ir.Value | None:
     """The result of a ReLU that a value is, or its argument: one is at most 0 where the other is."""
-    # A wider type has the sign of every number of a narrower one.
     ways = [value, site.first(value)]
-    made = value.producer()
-    source = made.inputs[0] if made is not None and made.op_type == "Cast" and not made.domain else None
-    if source is not None and source.dtype in _HALVES and value.dtype == ir.DataType.FLOAT:
-        ways.append(source)
     return next(
         (one for one in ways if _is_of_relu(one) or _is_cut(site, one.producer()) or _is_read_by_cut(site, one)), None
     )

@@ -71,19 +71,6 @@ def test_gradients_are_found_however_the_mask_is_written(changes: list[tuple[str
     np.testing.assert_array_equal(dx, torch.ops.aten.threshold_backward(g, x.relu(), 0.0).numpy())
 
 
-def test_halves_may_be_compared_in_a_wider_type() -> None:
-    text = GRAPH.replace("float[", "float16[").replace("zero = Constant<value_float = 0.0>()", "")
-    text = text.replace(
-        "cut = LessOrEqual(y, zero)", "w = Cast<to = 1>(y)  z = Constant<value_float = 0.0>()  cut = LessOrEqual(w, z)"
-    )
-    text = text.replace("dx = Where(cut, zero, g)", "zero = Cast<to = 10>(z)  dx = Where(cut, zero, g)")
-    model = fuse(onnx.parser.parse_model(text)).model
-    assert operators(model) == ["ThresholdBackward"]
-    x, g = (torch.randn(2, 6, dtype=torch.float16) for _ in "xg")
-    dx = run(model, {"g": g.numpy(), "x": x.numpy(), "row": np.zeros(6, np.float16)})["dx"]
-    np.testing.assert_array_equal(dx, torch.ops.aten.threshold_backward(g, x.relu(), 0.0).numpy())
-
-
 @pytest.mark.parametrize(
     ("cut", "reason"),
     [
