@@ -12,6 +12,7 @@ import onnx_ir as ir
 from gradfuse.custom_ops.batch_norm_backward import MAX_RANK
 from gradfuse.passes.algebra import UNIT, Poly
 from gradfuse.passes.matching import (
+    OTHERWISE,
     TOLERANCE,
     Builder,
     FusePass,
@@ -70,7 +71,7 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
     node = root.producer()
     assert node is not None
     given, wanted = list(node.inputs[:5]), wanted_outputs(node, 3)
-    if len(given) < 5 or None in given or next(v for v in wanted if v is not None) is not root:
+    if len(given) < 5 or None in given or root is not next((v for v in wanted if v is not None), None):
         return None
     inputs = [value for value in given if value is not None]
     if not all(site.knows(value) for value in inputs) or not 2 <= len(site.extents(inputs[1])) <= MAX_RANK:
@@ -83,7 +84,7 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
 
 
 def _is_subtraction(node: ir.Node) -> bool:
-    return not node.domain and node.op_type in ("Add", "Sub")
+    return not node.domain and node.op_type in ("Add", "Sub", "Sum")
 
 
 def _region(site: Site, root: ir.Value, channels: int) -> normalizing.Region | None:
@@ -180,10 +181,13 @@ def _bound_beside(site: Site, builder: Builder, region: normalizing.Region, whol
         raise Mismatch("it is computed of tensors of several types")
     for deviation, weight in _pairs(site, whole.x, vectors):
         of_weight = [] if weight is None else [weight]
-        # Differentiating node by node leaves the deviation in several forms.
-        sources = (*stops, *(vectors if len(vectors) <= 2 else of_weight))
-        for is_inverse in (True, False) if normalizing.is_root(deviation) else (True,):
-            parts = _Parts(whole, sources, deviation, is_inverse, weight)
+        # Differentiating node by node leaves the deviation in several forms, not all of which need be values.
+        read = [[*stops, *vectors]] if len(vectors) <= 2 else []
+        if len(vectors) > 2 or normalizing.is_made_of(site, deviation, whole.x):
+            read.append([*stops, *of_weight])
+        inverse = (True, False) if normalizing.is_root(deviation) else (True,)
+        for sources, is_inverse in itertools.product(read, inverse):
+            parts = _Parts(whole, tuple(sources), deviation, is_inverse, weight)
             definition = _definition(site, region, parts)
             try:
                 require_same(site, region.root, definition.grad_input, definition.root)
@@ -192,7 +196,7 @@ def _bound_beside(site: Site, builder: Builder, region: normalizing.Region, whol
             return _rewrite(site, builder, region, parts, definition)
     if any(normalizing.is_cut(site, vector) for vector in vectors):
         raise Mismatch(normalizing.CUT)
-    raise Mismatch("it has the gradient's form, but the operator on the same values would compute something else")
+    raise Mismatch(OTHERWISE)
 
 
 def _pairs(site: Site, x: ir.Value, vectors: Sequence[ir.Value]) -> list[tuple[ir.Value, ir.Value | None]]:

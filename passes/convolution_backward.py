@@ -53,7 +53,12 @@ def _of_conv_grad(site: Site, builder: Builder, root: ir.Value) -> Rewrite | Non
     assert node is not None
     places, image, weight = node.inputs[:3]
     wanted = wanted_outputs(node, 3)
-    if places is None or image is None or weight is None or next(v for v in wanted if v is not None) is not root:
+    if (
+        places is None
+        or image is None
+        or weight is None
+        or root is not next((v for v in wanted if v is not None), None)
+    ):
         return None
     if not all(site.knows(value) for value in (places, image, weight)):
         raise Mismatch("shapes of what it reads are unknown")

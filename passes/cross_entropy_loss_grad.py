@@ -227,18 +227,19 @@ class FuseCrossEntropyLossGradPass(FusePass):
     def _target(
         self, site: Site, builder: Builder, root: ir.Value, loss: _Loss, rows: list[int], sizes: Mapping[int, Poly]
     ) -> ir.Value:
-        flat = {v: site.algebra.var(k) for k, v in enumerate(rows)}
         integers = [ir.DataType.INT64, ir.DataType.INT32]
         own = dict(sizes)
         if loss.ending is not None:
             row, end = loss.ending
             own[row] = end
-        found = site.find(site.algebra.substitute(loss.target, flat), [own[v] for v in rows], root, dtypes=integers)
-        if found is None or found[1] != 1.0:
+        found = site.find_turned(loss.target, rows, own, root, dtypes=integers)
+        if found is None or found[2] != 1.0:
             return self._counted_target(site, builder, loss, rows, sizes)
-        value = builder.cast(found[0], ir.DataType.INT64)
+        value, order = builder.cast(found[0], ir.DataType.INT64), found[1]
         if loss.ending is None:
-            return builder.arrange(value, rows, [rows], sizes)
+            return builder.arrange(value, order, [rows], sizes)
+        if order != tuple(rows):
+            raise Mismatch("its targets, of fewer rows than there are, are transposed")
         value = builder.reshape(value, [own[v] for v in rows])
         missing = builder.op("Sub", [builder.shape([sizes[row]]), builder.shape([end])], ir.DataType.INT64, [UNIT])
         zeros, after = [0] * len(rows), len(rows) - 1 - rows.index(row)
@@ -276,9 +277,11 @@ class FuseCrossEntropyLossGradPass(FusePass):
         self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss, rows: list[int]
     ) -> ir.Value:
         sizes = dict(enumerate(form.sizes))
-        found = site.find(site.algebra.log(loss.softmax), form.sizes, root, dtypes=[root.dtype])
-        value = self._log_softmax(site, builder, root, form, loss) if found is None or found[1] != 1.0 else found[0]
-        return builder.arrange(value, list(sizes), [rows, [loss.classes]], sizes)
+        found = site.find_turned(site.algebra.log(loss.softmax), [*sizes], sizes, root, dtypes=[root.dtype])
+        if found is None or found[2] != 1.0:
+            found = self._log_softmax(site, builder, root, form, loss), tuple(sizes), 1.0
+        value, order, _ = found
+        return builder.arrange(value, order, [rows, [loss.classes]], sizes)
 
     def _log_softmax(self, site: Site, builder: Builder, root: ir.Value, form: Form, loss: _Loss) -> ir.Value:
         """log p from the logits, where the graph has no value of it."""
@@ -289,12 +292,13 @@ class FuseCrossEntropyLossGradPass(FusePass):
         cast = root.producer()
         if cast is not None and cast.op_type == "Cast":
             raise Mismatch("the log-probabilities are of another type; so is what is cast to it")
-        found = site.find(logits, form.sizes, root, dtypes=[root.dtype], shape=site.extents(root))
+        sizes = dict(enumerate(form.sizes))
+        found = site.find_turned(logits, [*sizes], sizes, root, dtypes=[root.dtype], shape=site.extents(root))
         axis = next((a for a in range(len(form.groups)) if list(form.variables(a)) == [loss.classes]), None)
-        if found is None or found[1] != 1.0 or axis is None:
+        if found is None or found[2] != 1.0 or axis is None:
             raise Mismatch("neither the log-probabilities nor the logits are values of its type")
         layout = [list(form.variables(a)) for a in range(len(form.groups))]
-        value = builder.arrange(found[0], [v for group in layout for v in group], layout, dict(enumerate(form.sizes)))
+        value = builder.arrange(found[0], found[1], layout, sizes)
         return builder.op("LogSoftmax", [value], root.dtype, site.extents(root), axis=axis)
 
 

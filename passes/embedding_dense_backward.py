@@ -172,7 +172,7 @@ def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:
         if not node.domain and attribute(node, "reduction", "none") != "add":
             return  # It puts each row in a place of its own.
         yield from _with_what_is_behind(site, node.inputs[place])
-    elif not node.domain and node.op_type in _PRODUCTS and len(node.inputs) > 1:
+    elif (not node.domain and node.op_type in _PRODUCTS and len(node.inputs) > 1) or node.op_type == "FusedMatMul":
         yield from _rows_of_product(site, node)
     elif not node.domain and node.op_type in ("ReduceSum", "Einsum") and node.inputs[0] is not None:
         product = site.first(node.inputs[0]).producer()

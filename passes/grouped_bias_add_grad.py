@@ -533,8 +533,9 @@ def _is_product(site: Site, node: ir.Node) -> bool:
 def _carried(site: Site, value: ir.Value) -> list[ir.Value] | None:
     """The operands of its node that carry sums: no indices, shapes and conditions. None where it carries none."""
     node = value.producer()
-    if node is not None and node.op_type == "Mul" and not node.domain:
-        others = [v for v in node.inputs if v is not None and not _is_condition(site, v)]
+    if node is not None and node.op_type in ("Mul", "Neg") and not node.domain:
+        varying = [v for v in node.inputs if v is not None and site.forms.constant(v) is None]
+        others = [v for v in varying if not _is_condition(site, v)]
         return others if len(others) == 1 else None
     if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES | _CUTS:
         return None

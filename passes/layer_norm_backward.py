@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx_ir as ir
 
 from gradfuse.custom_ops.layer_norm_backward import MAX_RANK
-from gradfuse.passes.algebra import UNIT, Poly
+from gradfuse.passes.algebra import UNIT, Poly, number
 from gradfuse.passes.matching import (
+    OTHERWISE,
     TOLERANCE,
     Builder,
     Context,
@@ -20,17 +21,23 @@ from gradfuse.passes.matching import (
     Rewrite,
     Site,
     is_node_of_training,
+    names_of,
     normalizing,
     require_same,
     wanted_outputs,
 )
 from gradfuse.passes.matching.regrouping import regrouped
 from gradfuse.passes.reading import is_float
+from gradfuse.passes.report import NearMiss
 
-_CANDIDATES = 16  # that are tried
+_CANDIDATES = 24  # that are tried
 _ROWS = 4  # forms of a deviation
 _NEAR = 24  # values between a sum and a product with it
+_FAR = 96  # values behind a gradient in which its deviation is looked for
 _STEPS = 3  # from a gradient to what is summed
+_UNBIASED = "its variance is divided by one less than the number of elements, and the operator's by that number"
+_ADDED = "a number is added to its deviation, and the operator has the root of a variance that one was added to"
+_AXES = "it normalizes along other axes than the last ones, or all but the channels, which the operators do"
 _WITH_MEAN, _WITHOUT = "LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"
 
 
@@ -43,6 +50,9 @@ class FuseLayerNormBackwardPass(FusePass):
     3. values of P's type that are g, x, m, r and w.
 
     The sums of g y and of g over all rows, where something else reads them, are replaced with P.
+
+    Of a group normalization, w differs from row to row, and sums over each channel come before those over a group. The
+    operator then gets the product of w and g.
     """
 
     operator = "LayerNormBackward"
@@ -68,6 +78,15 @@ class FuseLayerNormBackwardPass(FusePass):
             del self.near_misses[found:]
         return ()
 
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Normalizations whose deviation is another one, or along other axes, that a gradient goes through."""
+        if any(miss.reason != OTHERWISE for miss in self.near_misses):
+            return
+        for node in site.graph:
+            reason = _other_deviation(site, node) if node.op_type == "Sqrt" and not node.domain else None
+            if reason is not None:
+                yield NearMiss(names_of([node])[0], self.operator, reason)
+
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
         if is_node_of_training(node, _WITH_MEAN) or is_node_of_training(node, _WITHOUT):
@@ -78,10 +97,82 @@ class FuseLayerNormBackwardPass(FusePass):
             return None
         if normalizing.with_reduction(site).isdisjoint([root, *node.inputs]):
             return None
-        found = itertools.chain.from_iterable(_candidates(site, region) for region in _regions(site, root))
+        regions = list(_regions(site, root))
+        found = itertools.chain.from_iterable(_candidates(site, region) for region in regions)
         possible = (parts for one in found for parts in _parts(site, one))
         tried = [partial(_bound, site, builder, parts) for parts in itertools.islice(possible, _CANDIDATES)]
-        return self.first_bound(builder, tried)
+        of_groups = _parts_of_groups(site, root)
+        tried += [partial(_bound_of_groups, site, builder, *one) for one in itertools.islice(of_groups, _CANDIDATES)]
+        try:
+            return self.first_bound(builder, tried)
+        except Mismatch as miss:
+            roots = _roots_behind(site, root) if str(miss) == OTHERWISE else []
+            reason = next((text for one in roots if (text := _other_deviation(site, one)) is not None), None)
+            if reason is None:
+                raise
+            raise Mismatch(reason) from None
+
+
+def _roots_behind(site: Site, root: ir.Value) -> list[ir.Node]:
+    """The square roots that are part of the arithmetic behind a value."""
+    found, todo = dict[ir.Node, None](), [root]
+    seen = {root}
+    for value in todo:
+        node = value.producer()
+        if node is None or node.domain or node.graph is not site.graph or len(todo) > _FAR:
+            continue
+        if node.op_type == "Sqrt":
+            found[node] = None
+        new = [one for one in node.inputs if one is not None and is_float(one) and one not in seen]
+        seen.update(new)
+        todo += new
+    return list(found)
+
+
+def _other_deviation(site: Site, root: ir.Node) -> str | None:
+    """What is other than the operator's in the root of a mean of squares, by which a whole tensor is divided."""
+    squared = _squared(site, root)
+    if squared is None:
+        return None
+    whole, is_along = squared
+    if not any(_is_sum_with(site, node, whole) for node in site.graph):
+        return None
+    readers = [use.node for use in root.outputs[0].uses() if use.node not in site.unread]
+    added = [one for one in readers if one.op_type == "Add" and not one.domain]
+    if any(value is not None and site.forms.constant(value) is not None for one in added for value in one.inputs):
+        return _ADDED
+    return None if is_along else _AXES
+
+
+def _squared(site: Site, root: ir.Node) -> tuple[ir.Value, bool] | None:
+    """The tensor whose squares a root is of, and whether they are added along axes that an operator has."""
+    todo = [value for value in root.inputs if value is not None]
+    for value in todo:
+        node = value.producer()
+        if node is None or node.domain or node.graph is not site.graph or len(todo) > _NEAR:
+            continue
+        summed = node.inputs[0] if node.op_type in normalizing.REDUCTIONS else None
+        above = None if summed is None else site.first(summed).producer()
+        if summed is not None and above is not None and site.knows(summed) and site.knows(value):
+            squares = above.op_type == "Pow" or (above.op_type == "Mul" and above.inputs[0] is above.inputs[1])
+            if squares and not above.domain and above.inputs[0] is not None:
+                whole = site.extents(summed)
+                left = [size for size in site.extents(value) if size != UNIT]
+                of_channels = not left or left in ([whole[-1]], whole[1:2])
+                return site.first(above.inputs[0]), of_channels or _first_summed(site, value, summed) is not None
+        todo += [v for v in normalizing.operands(site, node) or () if v is not None and v not in todo]
+    return None
+
+
+def _is_sum_with(site: Site, node: ir.Node, whole: ir.Value) -> bool:
+    """Whether a node adds up a product of a tensor and another one of its shape, which is not computed from it."""
+    summed = normalizing.reduced(site, node)
+    if summed is None or not site.knows(whole):
+        return False
+    is_wide = partial(normalizing.is_whole, site, root=whole)
+    found = normalizing.factors(site, site.first(summed), is_wide)
+    others = [one for one in found[1:] if one is not whole and not normalizing.is_made_of(site, one, whole)]
+    return whole in found and bool(others)
 
 
 def _may_be_gradient(site: Site, first: ir.Value, second: ir.Value) -> bool:
@@ -113,7 +204,7 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
     assert node is not None
     count = 5 if node.op_type == _WITH_MEAN else 4
     given, wanted = list(node.inputs[:count]), wanted_outputs(node, count - 2)
-    if len(given) < count or None in given or next(v for v in wanted if v is not None) is not root:
+    if len(given) < count or None in given or root is not next((v for v in wanted if v is not None), None):
         return None
     inputs = [value for value in given if value is not None]
     if not all(site.knows(value) for value in inputs):
@@ -205,7 +296,14 @@ def _candidates(site: Site, region: normalizing.Region) -> Iterator[_Candidate]:
                 continue
             met.add((gradient, data))
             if mean is None or any(gradient in other and data not in other for other in products):
-                yield _Candidate(region, gradient, x, mean)
+                yield _Candidate(region, _before_cast(gradient, region.root), _before_cast(x, region.root), mean)
+
+
+def _before_cast(value: ir.Value, root: ir.Value) -> ir.Value:
+    """A value before it was widened, if it had the type of the root then."""
+    node = value.producer()
+    source = node.inputs[0] if node is not None and node.op_type == "Cast" and not node.domain else None
+    return value if source is None or source.dtype != root.dtype or value.dtype == root.dtype else source
 
 
 @dataclass(frozen=True)
@@ -250,15 +348,17 @@ def _parts(site: Site, one: _Candidate) -> Iterator[_Parts]:
         ways += [(value, False, cut) for value in rows if normalizing.is_root(value)]
         if len(rows) == 1:
             yield from (_Parts(one, (*stops, *rows, *inner), *way, weight) for way in ways)
-        elif len(rows) <= _ROWS:
-            # Differentiating node by node leaves the deviation in several forms.
-            yield from (_Parts(one, (*stops, *inner), *way, weight) for way in ways)
+        if len(rows) > 1 or any(normalizing.is_made_of(site, value, one.x) for value in rows):
+            # Differentiating node by node leaves the deviation in several forms, not all of which need be values.
+            yield from (_Parts(one, (*stops, *inner), *way, weight) for way in ways if len(rows) <= _ROWS)
 
 
 def _bound(site: Site, builder: Builder, parts: _Parts) -> Rewrite:
-    root, mean = parts.candidate.region.root, parts.candidate.mean
-    values = [*parts.sources, *([] if mean is None else [mean])]
-    if root.dtype not in TOLERANCE or any(value.dtype != root.dtype for value in values):
+    one, root = parts.candidate, parts.candidate.region.root
+    values = [one.gradient, one.x, *([] if parts.weight is None else [parts.weight])]
+    statistics = [value for value in (one.mean, parts.deviation) if value is not None]
+    is_float32 = all(value.dtype in (root.dtype, ir.DataType.FLOAT) for value in statistics)
+    if root.dtype not in TOLERANCE or not is_float32 or any(value.dtype != root.dtype for value in values):
         raise Mismatch("it is computed of tensors of several types")
     definition = _definition(site, parts)
     try:
@@ -266,8 +366,82 @@ def _bound(site: Site, builder: Builder, parts: _Parts) -> Rewrite:
     except Mismatch:
         if parts.is_cut:
             raise Mismatch(normalizing.CUT) from None
+        unbiased = _definition(site, parts, less=1)
+        if unbiased.root.close_to(unbiased.grad_input, 8 * TOLERANCE[root.dtype]):
+            raise Mismatch(_UNBIASED) from None
         raise
     return _rewrite(site, builder, parts, definition)
+
+
+def _parts_of_groups(site: Site, root: ir.Value) -> Iterator[tuple[_Parts, int]]:
+    """The parts of a group normalization, whose sums over each channel are multiplied with its weight, and added up.
+
+    With them the axis that those sums begin at.
+    """
+    found = dict(normalizing.arithmetic(site, root))
+    is_wide = partial(normalizing.is_whole, site, root=root)
+    read = dict.fromkeys(v for node in found.values() for v in normalizing.operands(site, node) or () if v is not None)
+    wholes = [v for v in read if is_wide(v) and (v not in found or found[v].op_type in normalizing.VIEWS)]
+    whole = site.extents(root)
+    for channel, (gradient, x) in itertools.product(range(2, len(whole)), itertools.permutations(wholes, 2)):
+        channels = [*whole[:channel], *(UNIT for _ in whole[channel:])]
+        stops = [*_viewed(site, gradient), *_viewed(site, x)]
+        for first in range(channel - 1, 0, -1):
+            is_of_rows = partial(_is_of_rows, site, root=root, first=first)
+
+            def is_vector(
+                value: ir.Value, channels: list[Poly] = channels, is_of_rows: Callable[[ir.Value], bool] = is_of_rows
+            ) -> bool:
+                known = is_float(value) and site.knows(value) and len(site.extents(value)) == len(whole)
+                fits = known and all(size in (UNIT, n) for size, n in zip(site.extents(value), channels, strict=True))
+                return fits or is_of_rows(value)
+
+            rows = [value for value in found if is_of_rows(value)]
+            for mean in (value for value in rows if not normalizing.is_made_of(site, value, stops[0])):
+                try:
+                    vectors = normalizing.vectors(site, root, [*stops, *_viewed(site, mean)], is_vector)
+                except Mismatch:
+                    continue
+                weights = [value for value in vectors if not is_of_rows(value)]
+                if len(weights) > 1 or len(vectors) - len(weights) != 1:
+                    continue
+                (deviation,) = (value for value in vectors if value not in weights)
+                one = _Candidate(normalizing.Region(root, first, frozenset(), (), {}), gradient, x, mean)
+                weight = next(iter(weights), None)
+                # Where the mean of x is several values, it is read in x.
+                for own in ([mean], []):
+                    behind = [_viewed(site, value)[-1] for value in (gradient, x, *own, deviation, *weights)]
+                    yield _Parts(one, tuple(behind), deviation, is_inverse=True, is_cut=False, weight=weight), channel
+
+
+def _viewed(site: Site, value: ir.Value) -> list[ir.Value]:
+    """A value and what it is a view of, the nearest first."""
+    found = [value]
+    while (node := found[-1].producer()) is not None and node.op_type in normalizing.VIEWS and not node.domain:
+        if node.inputs[0] is None or not site.knows(node.inputs[0]) or node.op_type in ("Cast", "Expand", "Tile"):
+            break
+        found.append(site.first(node.inputs[0]))
+    return found
+
+
+def _bound_of_groups(site: Site, builder: Builder, parts: _Parts, channel: int) -> Rewrite:
+    one, sources = parts.candidate, parts.sources
+    root, first = one.region.root, one.region.axis
+    if root.dtype not in TOLERANCE or any(value.dtype != root.dtype for value in sources) or one.mean is None:
+        raise Mismatch("it is computed of tensors of several types")
+    definition = _definition(site, parts, channel)
+    require_same(site, root, definition.grad_input, definition.root)
+    extents = site.extents(root)
+    through = one.gradient
+    if parts.weight is not None:
+        through = builder.op("Mul", [through, parts.weight], root.dtype, extents)
+    statistics = [builder.cast(value, ir.DataType.FLOAT) for value in (one.mean, parts.deviation)]
+    fused, _ = normalizing.fused_with_sums(
+        *(site, builder, FuseLayerNormBackwardPass.operator, [through, one.x, None, *statistics]),
+        *(extents, extents[first:], [None, None]),
+        axis=first - len(extents),
+    )
+    return replace(builder.rewrite("group-norm-backward", [fused], fused), frontier=tuple(sources))
 
 
 @dataclass(frozen=True)
@@ -281,7 +455,8 @@ class _Definition:
     inner: tuple[int, ...]
 
 
-def _definition(site: Site, parts: _Parts) -> _Definition:
+def _definition(site: Site, parts: _Parts, channel: int | None = None, *, less: int = 0) -> _Definition:
+    """What the operator computes. Sums over the axes from the channel on come before those over all normalized axes."""
     one, sources, weight = parts.candidate, parts.sources, parts.weight
     algebra, forms, root = site.algebra, site.forms, one.region.root
     result, *given = forms.relative(root, *sources)
@@ -299,11 +474,16 @@ def _definition(site: Site, parts: _Parts) -> _Definition:
     w = others[-1:] if weight is not None else []
     y = algebra.mul(r, data if m is None else data - m)
 
+    own = sum(len(group) for group in groups[: one.region.axis if channel is None else channel])
+
     def mean(poly: Poly) -> Poly:
-        return algebra.mul(share, algebra.sum(poly, inner, sizes))
+        of_channels = algebra.sum(poly, {v: size for v, size in inner.items() if v >= own}, sizes)
+        return algebra.mul(share, algebra.sum(of_channels, {v: n for v, n in inner.items() if v < own}, sizes))
 
     through = algebra.product([*w, g])
-    inside = through - algebra.mul(y, mean(algebra.mul(through, y)))
+    count = algebra.product(inner.values())
+    of_variance = algebra.mul(count, algebra.power(count - number(less), -1)) if less else UNIT
+    inside = through - algebra.product([of_variance, y, mean(algebra.mul(through, y))])
     if m is not None:
         inside = inside - mean(through)
     outer = {v: size for v, size in sizes.items() if v < before}

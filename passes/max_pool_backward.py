@@ -19,14 +19,16 @@ from gradfuse.passes.reading import attribute
 _VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 _STEPS = 4  # views one after the other
 _INDICES = 1
+_FEWEST = 3  # dimensions of what is pooled
+_WITH_AXES = 4  # inputs of a Slice without steps
 _FEW = 3  # windows, items and channels of a test by numbers
 
 
 class FuseMaxPoolBackwardPass(FusePass):
     """Finds a gradient g that is added up, on zeros in the shape of x, at the indices that a MaxPool of x gives.
 
-    x, g and the indices may be viewed in one dimension for it. Indices that count columns first stay. MaxPoolGrad of
-    onnxruntime-training is the same in one node.
+    x, g and the indices may be viewed in one dimension for it, or in two: one for the planes, each with indices of its
+    own. Indices that count columns first stay. MaxPoolGrad of onnxruntime-training is the same in one node.
     """
 
     operator = "MaxPoolBackward"
@@ -53,10 +55,12 @@ class FuseMaxPoolBackwardPass(FusePass):
         node = next(node for node in rewrite.runs if node.op_type in ("ScatterElements", "MaxPoolGrad"))
         positions = node.inputs[1]
         assert positions is not None
-        views = _viewed(site, positions)
+        views = _places(site, positions).values
         readers = {use.node for value in views for use in value.uses()} - {value.producer() for value in views}
-        is_read = readers != {node} or any(value.is_graph_output() for value in views)
-        return "something else reads the indices of the maxima" if is_read else None
+        is_read = any(value.is_graph_output() for value in views)
+        if is_read or any(reader.op_type != node.op_type for reader in readers - site.unread):
+            return "something else reads the indices of the maxima"
+        return None
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,15 @@ class _Scatter:
         pool: the node that finds them.
         node: the node that adds the gradient up.
         gradient: of the shape of the maxima, or flat.
+        by_plane: whether each plane has indices of its own.
+        others: further nodes without a form that the indices are made of.
     """
 
     pool: ir.Node
     node: ir.Node
     gradient: ir.Value
+    by_plane: bool = False
+    others: tuple[ir.Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,9 +94,10 @@ class _Window:
 
 
 def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
-    if not site.knows(root) or not 3 <= len(site.extents(root)) <= MOST_SPATIAL + 2:
-        return None
-    node = _viewed(site, root)[-1].producer()
+    readers = [use.node for use in root.uses()]
+    if not site.knows(root) or (readers and all(one.op_type in _VIEWS and not one.domain for one in readers)):
+        return None  # It was tried as its view.
+    node = _viewed(site, root, casts=True)[-1].producer()
     if node is None or node.domain or node.graph is not site.graph:
         return None
     if node.op_type == "MaxPoolGrad":
@@ -98,16 +107,81 @@ def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
     data, positions, updates = node.inputs[:3]
     if data is None or positions is None or updates is None or attribute(node, "reduction", "none") != "add":
         return None
-    pool = _pool(site, _viewed(site, positions)[-1])
+    places = _places(site, positions)
+    pool = _pool(site, places.values[-1])
     if pool is None:
         return None
-    maxima = pool.outputs[0]
-    if not site.knows(maxima) or any(len(site.extents(value)) != 1 for value in (data, positions, updates)):
+    maxima, x = pool.outputs[0], pool.inputs[0]
+    if x is None or not all(map(site.knows, (maxima, x, data, positions, updates))) or not _is_zero(site, data):
         return None
-    if not _is_zero(site, data):
+    if not _FEWEST <= len(site.extents(x)) <= MOST_SPATIAL + 2:
         return None
-    whole = (value for value in _viewed(site, updates) if site.extents(value) == site.extents(maxima))
-    return _Scatter(pool, node, next(whole, updates))
+    dims = [site.extents(value) for value in (data, positions, updates)]
+    if places.by_plane:
+        elements, windows = (
+            [site.algebra.product(part) for part in (sizes[:2], sizes[2:])] for sizes in map(site.extents, (x, maxima))
+        )
+        if attribute(node, "axis", 0) not in (1, -1) or dims != [elements, windows, windows]:
+            return None
+    elif any(len(sizes) != 1 for sizes in dims):
+        return None
+    whole = (
+        value
+        for value in _viewed(site, updates, casts=True)
+        if site.extents(value) == site.extents(maxima) and value.dtype == root.dtype
+    )
+    return _Scatter(pool, node, next(whole, updates), places.by_plane, places.others)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The values that lead from positions down to the indices of a pooling.
+
+    Attributes:
+        by_plane: whether they count from the start of each plane.
+        others: what says where that is, and has no form: a pooling of single elements, or a remainder.
+    """
+
+    values: tuple[ir.Value, ...]
+    by_plane: bool = False
+    others: tuple[ir.Node, ...] = ()
+
+
+def _places(site: Site, positions: ir.Value) -> _Places:
+    found = _viewed(site, positions)
+    node = found[-1].producer()
+    if node is None or node.domain or node.op_type not in ("Sub", "Mod") or node.graph is not site.graph:
+        return _Places(tuple(found))
+    indices, start = node.inputs
+    whole = [] if indices is None else _viewed(site, indices)
+    pool = _pool(site, whole[-1]) if whole else None
+    x = None if pool is None else pool.inputs[0]
+    if x is None or start is None or not site.knows(x):
+        return _Places(tuple(found))
+    values = (*found, *whole)
+    if node.op_type == "Mod":
+        form = site.forms.get(start)
+        is_plane = form is not None and form.poly == site.algebra.product(site.extents(x)[2:])
+        return _Places(values, by_plane=True, others=(node,)) if is_plane else _Places(tuple(found))
+    singles = _counting_planes(site, start, x)
+    return _Places(tuple(found)) if singles is None else _Places(values, by_plane=True, others=(singles,))
+
+
+def _counting_planes(site: Site, start: ir.Value, x: ir.Value) -> ir.Node | None:
+    """The pooling of single elements of x whose first index in each plane a value is."""
+    cut = start.producer()
+    if cut is None or cut.domain or cut.op_type != "Slice" or cut.inputs[0] is None or len(cut.inputs) != _WITH_AXES:
+        return None
+    singles = _pool(site, site.first(cut.inputs[0]))
+    begins, ends, axes = (None if v is None else site.forms.constant(v) for v in cut.inputs[1:])
+    if singles is None or singles.inputs[0] is None or site.first(singles.inputs[0]) is not site.first(x):
+        return None
+    if begins is None or ends is None or axes is None or any(begins) or any(end != 1 for end in ends):
+        return None
+    rank = len(site.extents(x))
+    none, ones = (0,) * 2 * (rank - 2), (1,) * (rank - 2)
+    is_single = replace(_window(singles, rank - 2), dilation=ones) == _Window(ones, ones, none, ones, 0)
+    return singles if is_single and [int(axis) % rank for axis in axes] == list(range(2, rank)) else None
 
 
 def _pool(site: Site, indices: ir.Value) -> ir.Node | None:
@@ -132,14 +206,18 @@ def _of_training(site: Site, node: ir.Node) -> _Scatter | None:
     return _Scatter(pool, node, gradient)
 
 
-def _viewed(site: Site, value: ir.Value) -> list[ir.Value]:
-    """A value and what it is a view of, the nearest first: all have the same elements in the same order."""
+def _viewed(site: Site, value: ir.Value, *, casts: bool = False) -> list[ir.Value]:
+    """A value and what it is a view of, the nearest first: all have the same elements in the same order.
+
+    With `casts` in other types, too: PyTorch adds halves up in float32.
+    """
+    views = _VIEWS | {"Cast"} if casts else _VIEWS
     found = [value]
     for _ in range(_STEPS):
         if (same := site.first(found[-1])) is not found[-1]:
             found.append(same)
         node = found[-1].producer()
-        if node is None or node.domain or node.op_type not in _VIEWS or node.graph is not site.graph:
+        if node is None or node.domain or node.op_type not in views or node.graph is not site.graph:
             break
         source = node.inputs[0]
         if source is None or not site.knows(source):
@@ -157,8 +235,6 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Scatter) -> Rew
     pool, gradient = found.pool, found.gradient
     x = pool.inputs[0]
     assert x is not None
-    if not site.knows(x) or site.extents(x) != site.extents(root):
-        raise Mismatch("it is not of the shape of what is pooled")
     if any(value.dtype != root.dtype for value in (x, gradient)):
         raise Mismatch("it is computed of tensors of several types")
     if attribute(pool, "storage_order", 0):
@@ -169,13 +245,13 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Scatter) -> Rew
     whole = gradient
     if site.extents(gradient) != site.extents(maxima):
         whole = builder.reshape(gradient, site.extents(maxima))
-    outputs = builder.fused_whole(FuseMaxPoolBackwardPass.operator, [whole, x], [site.extents(root)], **asdict(window))
+    outputs = builder.fused_whole(FuseMaxPoolBackwardPass.operator, [whole, x], [site.extents(x)], **asdict(window))
     return replace(
-        builder.rewrite("max-pool-backward", [outputs[0]], outputs[0]),
+        builder.rewrite("max-pool-backward", [outputs[0]], builder.reshape(outputs[0], site.extents(root))),
         frontier=(x, gradient),
-        runs=frozenset([pool, found.node]),
+        runs=frozenset([pool, found.node, *found.others]),
         linear=True,
-        table=_smaller(site, x, maxima, window),
+        table=_smaller(site, x, maxima, window, by_plane=found.by_plane, root=root),
     )
 
 
@@ -212,7 +288,9 @@ def _require_begins_inside(site: Site, x: ir.Value, maxima: ir.Value, window: _W
             raise Mismatch("with ceil_mode, a window begins behind the image")
 
 
-def _smaller(site: Site, x: ir.Value, maxima: ir.Value, window: _Window) -> dict[int, int]:
+def _smaller(
+    site: Site, x: ir.Value, maxima: ir.Value, window: _Window, *, by_plane: bool, root: ir.Value
+) -> dict[int, int]:
     """Smaller sizes for which the pooling is still valid, by the original ones; empty if there are none."""
     (batch, channels, *image), (_, _, *windows) = ([n.integer for n in site.extents(v)] for v in (x, maxima))
     table: dict[int, int] = {}
@@ -232,7 +310,12 @@ def _smaller(site: Site, x: ir.Value, maxima: ir.Value, window: _Window) -> dict
     for size in (batch, channels):
         if size is not None:
             table.setdefault(size, size if size <= KEPT_SIZE else _FEW)
-    for sizes in ([batch, channels, *image], [batch, channels, *windows]):
+    products = (
+        [[batch, channels], image, windows] if by_plane else [[batch, channels, *image], [batch, channels, *windows]]
+    )
+    if site.extents(root) != site.extents(x):
+        products += [[channels, *image], [batch, channels, *image]]
+    for sizes in products:
         # A flat tensor has their product, beside symbols.
         known = [size for size in sizes if size is not None]
         whole, less = math.prod(known), math.prod(table.get(size, size) for size in known)

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import ONE, UNIT, ZERO, Poly
+from gradfuse.passes.algebra import ONE, UNIT, ZERO, Algebra, Poly
 from gradfuse.passes.matching import (
     Builder,
     FusePass,
@@ -54,14 +54,17 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
         assert root.dtype is not None
         shape = site.extents(root)
         of_y = sorted(algebra.free(y))
-        local = algebra.substitute(y, {v: algebra.var(n) for n, v in enumerate(of_y)})
-        found_y = site.find(local, [sizes[v] for v in of_y], root, dtypes=[root.dtype], shape=shape)
-        if found_y is None or found_y[1] != 1.0:
-            raise Mismatch("no value of its type is the softmax")
-        found_g = site.find(g, form.sizes, root, dtypes=[root.dtype], shape=shape)
+        found_y = site.find_turned(y, of_y, sizes, root, dtypes=[root.dtype], shape=shape)
+        is_value = found_y is not None and found_y[2] == 1.0
+        if not is_value and algebra.sum(y, {j: sizes[j]}, sizes) == UNIT:
+            # Where nothing else needs it, JAX has the exponentials and their sum only.
+            found_y = site.find_turned(_scores(algebra, y, j), of_y, sizes, root, dtypes=[root.dtype])
+        if found_y is None or found_y[2] != 1.0:
+            raise Mismatch("neither the softmax nor what it is of is a value of its type")
+        found_g = site.find_turned(g, variables, sizes, root, dtypes=[root.dtype], shape=shape)
         if found_g is None:
             raise Mismatch("no value of its type is the gradient of the softmax")
-        g, scale = g.scaled(found_g[1]), scale / found_g[1]
+        g, scale = g.scaled(found_g[2]), scale / found_g[2]
         # The definition, in these values.
         total = algebra.sum(algebra.mul(g, y), {j: sizes[j]}, sizes)
         inside = algebra.mul(y, g - total)
@@ -69,10 +72,10 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
 
         masked = algebra.free(keep)
         layout = _layout(form, of_y, j, masked)
-        inputs = [
-            builder.arrange(found_g[0], variables, layout, sizes),
-            builder.arrange(found_y[0], of_y, layout, sizes),
-        ]
+        softmax = builder.arrange(found_y[0], found_y[1], layout, sizes)
+        if not is_value:
+            softmax = builder.op("Softmax", [softmax], root.dtype, site.extents(softmax), axis=-1)
+        inputs = [builder.arrange(found_g[0], found_g[1], layout, sizes), softmax]
         if keep.constant is None:
             # The op lets a mask be repeated over B and H; its last two dimensions are whole.
             own = [group if masked & set(group) else [] for group in layout[:2]]
@@ -84,6 +87,12 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
         ordered = [v for group in layout for v in group]
         output = builder.arrange(fused, ordered, [list(form.variables(a)) for a in range(len(form.groups))], sizes)
         return builder.rewrite("softmax-backward", [fused], output)
+
+
+def _scores(algebra: Algebra, y: Poly, j: int) -> Poly:
+    """What a softmax along a variable is of."""
+    (factors,) = y.terms
+    return algebra.log(Poly({tuple((a, e) for a, e in factors if j in algebra.atoms[a].free): 1.0}))
 
 
 def _candidates(site: Site, form: Form) -> Iterator[tuple[Poly, int, Poly, Poly]]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN
+from gradfuse.passes.algebra import UNIT
 from gradfuse.passes.matching import TOLERANCE, Builder, FusePass, Mismatch, Rewrite, Site, names_of
 from gradfuse.passes.report import NearMiss
 
@@ -20,15 +21,18 @@ _BETWEEN = {
     *("Add", "Sub", "Mul", "Div", "Neg", "Sum"),
 }
 _READERS = 24  # of a value that are looked at
-_OTHERWISE = (
-    "a gradient that is cut by a comparison with 0, but not by a Where that takes zeros where the result of a ReLU is "
-    "at most 0, as the operator does: at 0 or at NaN it may be another one"
-)
+_STEPS = 4  # from a factor to the mask that it is made of
+_CUT = "a gradient that is cut by a comparison with 0, by which it is "
+_AT_NAN = f"{_CUT}0 where the result is NaN, and the operator's is the whole gradient there"
+_AT_ZERO = f"{_CUT}whole where the result is 0, and the operator's is 0 there"
+_OTHERWISE = f"{_CUT}not the gradient itself or 0 with the shape and type of the result of a ReLU"
 _FUSED_RELUS = ("BatchNorm", "Convolution")
 
 
 class FuseThresholdBackwardPass(FusePass):
     """Finds a Where that takes zeros where the result of a ReLU is at most 0, and a value of its shape elsewhere.
+
+    A product with a mask that is 0 there does so too. The argument of the ReLU serves as well as its result.
 
     Comparisons by `>` give another gradient where the result is NaN, and stay.
     """
@@ -41,24 +45,20 @@ class FuseThresholdBackwardPass(FusePass):
     def unmatched(self, site: Site) -> Iterator[NearMiss]:
         """Gradients that other comparisons cut."""
         for node in site.graph:
-            if node.outputs[0].dtype in TOLERANCE and _cut_otherwise(site, node):
-                yield NearMiss(names_of([node])[0], self.operator, _OTHERWISE)
+            reason = _cut_otherwise(site, node) if node.outputs[0].dtype in TOLERANCE else None
+            if reason is not None:
+                yield NearMiss(names_of([node])[0], self.operator, reason)
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
-        if node is None or node.domain or node.op_type != "Where" or node.graph is not site.graph:
+        if node is None or node.domain or node.graph is not site.graph:
             return None
-        condition, *branches = node.inputs
-        cut = None if condition is None else site.first(condition).producer()
-        while cut is not None and cut.op_type in ("Not", "Identity") and not cut.domain and cut.inputs[0] is not None:
-            branches = branches[:: -1 if cut.op_type == "Not" else 1]
-            cut = site.first(cut.inputs[0]).producer()
-        zero, grad = branches
-        compared = None if cut is None else _compared(cut)
-        if cut is None or compared is None or grad is None or not _is_zero(site, zero):
+        found = next((one for one in _ways(site, node) if one is not None), None)
+        if found is None:
             return None
+        compared, grad, cut = found
         value, bound = compared
-        value = None if value is None else _of_relu(site, value)
+        value = None if value is None else _cut_value(site, value)
         if value is None or not _is_zero(site, bound):
             return None
         if not all(site.knows(one) and site.extents(one) == site.extents(root) for one in (value, grad)):
@@ -73,18 +73,61 @@ class FuseThresholdBackwardPass(FusePass):
         )
 
 
-def _cut_otherwise(site: Site, node: ir.Node) -> bool:
-    """Whether a node makes zeros of a tensor by what a ReLU, or a maximum with 0, cuts: its argument or its result."""
+_Comparison = tuple[ir.Value | None, ir.Value | None]
+
+
+def _ways(site: Site, node: ir.Node) -> Iterator[tuple[_Comparison, ir.Value, ir.Node] | None]:
+    """What a node cuts where what is at most what: the two, what is cut, and the comparison."""
+    if node.op_type == "Where" and None not in node.inputs:
+        condition, first, second = node.inputs
+        for zero, grad, keeps in ((first, second, False), (second, first, True)):
+            if _is_zero(site, zero):
+                yield _cut_by(site, condition, grad, keeps=keeps)
+    elif node.op_type == "Mul":
+        for mask, grad in itertools.permutations(node.inputs):
+            factor, keeps = mask, True
+            for _ in range(_STEPS):
+                made = None if factor is None else site.first(factor).producer()
+                if made is None or made.domain or factor is None:
+                    break
+                if made.op_type == "Cast":
+                    source = made.inputs[0]
+                    if source is not None and source.dtype == ir.DataType.BOOL:
+                        yield _cut_by(site, source, grad, keeps=keeps)
+                        break
+                    factor = source
+                elif made.op_type == "Sub" and made.inputs[0] is not None and _is_one(site, made.inputs[0]):
+                    factor, keeps = made.inputs[1], not keeps
+                else:
+                    break
+
+
+def _cut_by(
+    site: Site, condition: ir.Value | None, grad: ir.Value | None, *, keeps: bool
+) -> tuple[_Comparison, ir.Value, ir.Node] | None:
+    """The comparison by which a gradient is cut, or with `keeps` kept, if it says that something is at most a bound."""
+    cut = None if condition is None else site.first(condition).producer()
+    while cut is not None and cut.op_type in ("Not", "Identity") and not cut.domain and cut.inputs[0] is not None:
+        keeps ^= cut.op_type == "Not"
+        cut = site.first(cut.inputs[0]).producer()
+    compared = None if cut is None else _compared(cut)
+    return None if cut is None or compared is None or grad is None or keeps else (compared, grad, cut)
+
+
+def _cut_otherwise(site: Site, node: ir.Node) -> str | None:
+    """How a node makes zeros of a tensor by what a ReLU cuts, its argument or its result; None where it does not."""
     if node.domain or node.op_type not in ("Mul", "Where"):
-        return False
+        return None
     for value in node.inputs[:1] if node.op_type == "Where" else node.inputs:
         for made in () if value is None else _comparisons(site, value):
-            for cut, bound in itertools.permutations(made.inputs):
-                if cut is None or not _is_zero(site, bound):
+            for place, bound in enumerate(made.inputs[::-1]):
+                cut = made.inputs[place]
+                if cut is None or not _is_zero(site, bound) or _cut_value(site, cut) is None:
                     continue
-                if _is_cut(site, site.first(cut).producer()) or _is_read_by_cut(site, cut):
-                    return True
-    return False
+                if made.op_type not in _CUTS:
+                    return _AT_NAN if (made.op_type == "Greater") == (place == 0) else _AT_ZERO
+                return _OTHERWISE if place == _CUTS[made.op_type][0] else _AT_ZERO
+    return None
 
 
 def _comparisons(site: Site, value: ir.Value) -> Iterator[ir.Node]:
@@ -103,6 +146,9 @@ def _comparisons(site: Site, value: ir.Value) -> Iterator[ir.Node]:
 def _is_cut(site: Site, node: ir.Node | None) -> bool:
     if node is None or node.domain:
         return False
+    if node.op_type == "Clip":
+        least, *most = (*node.inputs[1:], None)
+        return _is_zero(site, least) and all(value is None for value in most)
     return node.op_type == "Relu" or (node.op_type == "Max" and any(_is_zero(site, v) for v in node.inputs))
 
 
@@ -116,18 +162,25 @@ def _compared(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None] | None:
     return None if places is None else (node.inputs[places[0]], node.inputs[places[1]])
 
 
-def _of_relu(site: Site, value: ir.Value) -> ir.Value | None:
-    """The result of a ReLU that a value is."""
-    return next((one for one in (value, site.first(value)) if _is_of_relu(one)), None)
+def _cut_value(site: Site, value: ir.Value) -> ir.Value | None:
+    """The result of a ReLU that a value is, or its argument: one is at most 0 where the other is."""
+    ways = [value, site.first(value)]
+    return next(
+        (one for one in ways if _is_of_relu(one) or _is_cut(site, one.producer()) or _is_read_by_cut(site, one)), None
+    )
 
 
 def _is_of_relu(value: ir.Value) -> bool:
+    """Whether a fused operator gives what a ReLU does."""
     node = value.producer()
-    if node is None:
+    if node is None or node.domain != DOMAIN:
         return False
-    if node.domain == DOMAIN:
-        return node.op_type in _FUSED_RELUS and node.attributes.get_int("relu", 0) == 1
-    return node.op_type == "Relu" and not node.domain
+    return node.op_type in _FUSED_RELUS and node.attributes.get_int("relu", 0) == 1
+
+
+def _is_one(site: Site, value: ir.Value) -> bool:
+    form = site.forms.get(value)
+    return form is not None and form.poly == UNIT
 
 
 def _is_zero(site: Site, value: ir.Value | None) -> bool:

@@ -42,6 +42,7 @@ class Algebra(Operations):
     is_integer = facts.is_integer
     is_count = facts.is_count
     is_boolean = facts.is_boolean
+    is_positive = facts.is_positive
     inside_proven = facts.inside_proven
 
     # Tensors, sums and substitution

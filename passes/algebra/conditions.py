@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 
 from gradfuse.passes.algebra.atoms import Atom, Atoms
-from gradfuse.passes.algebra.facts import is_integer, is_not_negative
+from gradfuse.passes.algebra.facts import is_integer, is_not_negative, is_positive
 from gradfuse.passes.algebra.operations import Operations
 from gradfuse.passes.algebra.polynomials import ONE, UNIT, ZERO, Monomial, Poly, collected, number
 
@@ -38,7 +38,7 @@ def less_than_zero(algebra: Operations, poly: Poly) -> Poly:
     """1 where the polynomial is negative, else 0."""
     if poly.constant is not None:
         return UNIT if poly.constant < 0 else ZERO
-    if is_not_negative(algebra, poly):
+    if is_not_negative(algebra, poly) or is_positive(algebra, poly):
         return ZERO
     if is_not_negative(algebra, number(-1) - poly):
         return UNIT

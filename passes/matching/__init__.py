@@ -10,11 +10,12 @@ from gradfuse.passes.matching.context import Context, ContextPass
 from gradfuse.passes.matching.fuse_pass import FusePass, Policy
 from gradfuse.passes.matching.graphs import TOLERANCE, VIEWS, is_node_of_training, names_of, wanted_outputs
 from gradfuse.passes.matching.materialise import find_mask, materialise
-from gradfuse.passes.matching.rewrite import Mismatch, Rewrite, bypassed, require_same
+from gradfuse.passes.matching.rewrite import OTHERWISE, Mismatch, Rewrite, bypassed, require_same
 from gradfuse.passes.matching.site import Site
 from gradfuse.passes.matching.softmax import divides, softmaxes
 
 __all__ = [
+    "OTHERWISE",
     "TOLERANCE",
     "VIEWS",
     "Builder",

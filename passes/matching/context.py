@@ -14,6 +14,7 @@ from gradfuse.passes import shapes
 from gradfuse.passes.matching.contractions import Contractions
 from gradfuse.passes.matching.duplicates import Duplicates
 from gradfuse.passes.matching.graphs import Names
+from gradfuse.passes.matching.scaled_products import ScaledProducts
 from gradfuse.passes.matching.site import Site
 from gradfuse.passes.progress import Progress
 from gradfuse.passes.report import Report
@@ -36,7 +37,7 @@ class Context:
         self.report = Report()
         self._sites: dict[ir.Graph, Site] = {}
         self._inferred: list[tuple[ir.Value, ir.TypeProtocol | None, ir.Shape | None]] = []
-        self._products: list[Contractions] = []
+        self._products: list[Contractions | ScaledProducts] = []
         self._duplicates: list[Duplicates] = []
 
     def __enter__(self) -> Context:
@@ -48,7 +49,7 @@ class Context:
         names |= {str(n.name) for g in graphs for n in g}
         shared = Names(names)
         self._duplicates = [Duplicates(graph) for graph in graphs]
-        self._products = [Contractions(graph, shared.fresh) for graph in graphs]
+        self._products = [kind(graph, shared.fresh) for graph in graphs for kind in (Contractions, ScaledProducts)]
         functions = {f.graph for f in self.model.functions.values()}
         for graph, opset in graphs.items():
             self._sites[graph] = Site(
@@ -75,7 +76,7 @@ class Context:
             is_told = type_ is not None and shape is not None and len(shape) == len(value.shape or ())
             if value not in needed or is_told:
                 value.type, value.shape = type_, shape
-        for products in self._products:
+        for products in reversed(self._products):
             products.restore()
         self._sites, self._inferred, self._products, self._duplicates = {}, [], [], []
 

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.passes.matching.graphs import VIEWS
+from gradfuse.passes.matching.scaled_products import ABSORBED
 from gradfuse.passes.matching.site import Site
 from gradfuse.passes.reading import attribute
 
@@ -60,6 +61,8 @@ def cost_of(site: Site, nodes: Sequence[ir.Node], symbols: Mapping[str, int] | N
     cast: set[ir.Value] = set()
     for node in nodes:
         fused = node.domain == custom_ops.DOMAIN
+        if ABSORBED in node.meta:
+            continue
         if node.op_type == "Constant" or (not fused and all(v is None or _is_constant(v) for v in node.inputs)):
             continue  # onnxruntime folds it when it makes the session.
         equivalent += NODE

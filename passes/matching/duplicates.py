@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from gradfuse.passes.matching.graphs import TOLERANCE, graphs_in
+from gradfuse.passes.reading import ort_training
 from gradfuse.passes.reading.nodes import DRAWS
 
 _SMALL = 64
@@ -42,8 +43,8 @@ class _Merged:
 class Duplicates:
     """The nodes of a graph that were taken out because another value is what they give.
 
-    Draws, operators of other domains and nodes with graphs of their own stay. Equal parameters are different values:
-    they may be trained.
+    Draws, operators of domains other than ONNX's and onnxruntime-training's, and nodes with graphs of their own stay.
+    Equal parameters are different values: they may be trained.
 
     Args:
         graph: the graph; it is changed.
@@ -146,15 +147,21 @@ def _firsts(graph: ir.Graph) -> dict[ir.Node, ir.Node | None]:
         return None if value is None else same[value]
 
     for node in graph:
-        if node.domain or node.op_type in DRAWS or node.op_type == "Constant" or graphs_in(node):
+        is_known = not node.domain or ort_training.is_pure(node)
+        if not is_known or node.op_type in DRAWS or node.op_type == "Constant" or graphs_in(node):
             continue
-        if node.op_type == "Identity" and len(node.inputs) == len(node.outputs) == 1 and node.inputs[0] is not None:
+        if (
+            node.op_type == "Identity"
+            and not node.domain
+            and len(node.inputs) == len(node.outputs) == 1
+            and node.inputs[0] is not None
+        ):
             found[node] = None
             same[node.outputs[0]] = key(node.inputs[0])
             continue
         # Outputs that a node leaves out have no name.
         made = tuple(bool(value.name) for value in node.outputs)
-        alike = known.setdefault((node.op_type, tuple(map(key, node.inputs)), made), [])
+        alike = known.setdefault((node.domain, node.op_type, tuple(map(key, node.inputs)), made), [])
         first = next((one for one in alike if _attributes(one) == _attributes(node)), None)
         if first is None:
             alike.append(node)

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import onnx_ir as ir
 
 from gradfuse import custom_ops
+from gradfuse.models.conversion import raise_opset
 from gradfuse.passes.algebra import TooComplex
 from gradfuse.passes.matching import bodies
 from gradfuse.passes.matching.builder import Builder
@@ -127,13 +128,13 @@ class FusePass(ContextPass):
         rule, bug = "", False
         try:
             match = self._matched(site, builder, root)
-            if match is not None:
-                self._require_opset(context)
             if match is not None and self._takes(site, match):
                 anchor = anchor_of(site, match.rewrite, match.dead)
                 for part in () if match.rewrite.by_body else match.rewrite.parts():
                     prove(site, part, TOLERANCE[ir.DataType.FLOAT if part.elementwise else root.dtype])
                 self.fusions.append(match.fusion())
+                # Up to the version of any body, versions differ in no operator that a rule reads or writes.
+                raise_opset(context.model, custom_ops.OPS[self.operator].oldest_opset)
                 builder.commit(anchor)
                 context.drop(apply(site, match.rewrite, match.dead, anchor))
                 return match.dead
@@ -188,12 +189,6 @@ class FusePass(ContextPass):
     def _is_possible(self, site: Site, form: Form) -> bool:
         outer = outer_factor(site.algebra, form) if self.linear else None
         return self.possible(site, form if outer is None else outer.inner)
-
-    def _require_opset(self, context: Context) -> None:
-        """Raise Mismatch where the operator's body is of operators that are newer than the model's."""
-        opset, oldest = context.model.graph.opset_imports.get("", 1), custom_ops.OPS[self.operator].oldest_opset
-        if opset < oldest:
-            raise Mismatch(f"the model's default opset is {opset}, and the operator's body needs {oldest}")
 
     def _takes(self, site: Site, match: _Match) -> bool:
         """Whether to put a match in; Mismatch if it is left alone for a reason that is worth a near miss."""

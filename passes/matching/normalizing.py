@@ -5,6 +5,7 @@ They are made of whole tensors, of the gradient's shape, and of vectors, which h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,7 @@ REDUCTIONS = {"ReduceSum", "ReduceMean"}
 PRODUCTS = {"MatMul", "Gemm", "Einsum"}
 """Operators that sum where one of their operands is ones."""
 ALL = CALCULATIONS | VIEWS | REDUCTIONS | {"Where"}
-_STATISTICS = ALL | {"ReduceSumSquare", "Pow", "Sqrt", "Reciprocal"}
+_STATISTICS = ALL | PRODUCTS | {"ReduceSumSquare", "Pow", "Sqrt", "Reciprocal", "Transpose"}
 _CUTS = {"Where", "Max", "Min", "Clip"}
 CUT = "a condition is part of its deviation, such as a variance that is cut at 0: its gradient is another one there"
 _FACTORS = 16  # of a product
@@ -51,7 +52,7 @@ def reduced(site: Site, node: ir.Node) -> ir.Value | None:
 
 def with_reduction(site: Site) -> frozenset[ir.Value]:
     """The values that the arithmetic of a normalization makes of sums and means."""
-    return site.reached("reductions", lambda node: reduced(site, node) is not None, ALL)
+    return site.reached("reductions", lambda node: reduced(site, node) is not None, ALL | {"Transpose"})
 
 
 def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
@@ -64,11 +65,19 @@ def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
         read = node.inputs[:1]
     elif (summed := reduced(site, node)) is not None:
         read = [summed]
+    elif _is_small_power(site, node):
+        read = node.inputs[:1]
     elif (taken := chosen(site, node)) is not None:
         read = [taken]
     else:
         return None
     return [None if value is None else site.first(value) for value in read]
+
+
+def _is_small_power(site: Site, node: ir.Node) -> bool:
+    """Whether a node squares something, or leaves it as it is, as PyTorch's gradient of a square does."""
+    exponent = node.inputs[1] if node.op_type == "Pow" and len(node.inputs) > 1 else None
+    return exponent is not None and constant(site, exponent) in (1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -235,13 +244,13 @@ def difference(
 ) -> tuple[ir.Value, ir.Value] | None:
     """The whole tensor and the mean whose difference, either way round, a value is."""
     node = value.producer()
-    if node is None or node.domain or node.op_type not in ("Add", "Sub") or not is_whole(value):
+    if node is None or node.domain or node.op_type not in ("Add", "Sub", "Sum") or not is_whole(value):
         return None
-    for own, other in (node.inputs, node.inputs[::-1]):
+    for own, other in itertools.permutations(node.inputs) if len(node.inputs) == 2 else ():
         if own is None or other is None:
             continue
         x, mean = site.first(own), _narrow(site, other)
-        if node.op_type == "Add":
+        if node.op_type != "Sub":
             subtracted = _negated(site, mean)
             if subtracted is None:
                 continue

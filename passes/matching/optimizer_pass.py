@@ -65,7 +65,6 @@ class OptimizerPass(FusePass):
         for site in context.sites():
             for node in [node for node in site.graph if is_node_of_training(node, self.optimizer)]:
                 try:
-                    self._require_opset(context)
                     self._replace(site, node)
                 except Mismatch as reason:
                     (name,) = names_of([node])

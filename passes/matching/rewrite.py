@@ -12,6 +12,9 @@ from gradfuse.passes.algebra import Poly
 from gradfuse.passes.matching.graphs import TOLERANCE, graphs_in, names_of, nodes_in
 from gradfuse.passes.matching.site import Site
 
+OTHERWISE = "it has the gradient's form, but the operator on the same values would compute something else"
+"""Why a rewrite that was proposed is not one, where nothing more is known."""
+
 
 class Mismatch(Exception):
     """The value has something of an op's form, but cannot be replaced; the text says why."""
@@ -87,7 +90,7 @@ def require_same(site: Site, root: ir.Value, expected: Poly, known: Poly | None 
             left = algebra.given(own, condition, case)
             same = same and left.close_to(algebra.given(expected, condition, case), 8 * TOLERANCE[root.dtype])
     if not same:
-        raise Mismatch("it has the gradient's form, but the operator on the same values would compute something else")
+        raise Mismatch(OTHERWISE)
 
 
 def bypassed(site: Site, rewrite: Rewrite) -> Iterator[ir.Node]:
@@ -111,13 +114,20 @@ def superfluous(site: Site, rewrite: Rewrite) -> list[ir.Node]:
     roots = [root for root, _ in rewrite.replaced]
     producers = [producer for root in roots if (producer := root.producer()) is not None]
     read = site.unread_behind(needed)
-    if any(v not in roots and (v.uses() or v.is_graph_output()) for node in producers for v in node.outputs):
+
+    def goes(reader: ir.Node) -> bool:
+        """Whether a reader goes with what it reads."""
+        return reader in site.unread and reader not in read
+
+    others = [v for node in producers for v in node.outputs if v not in roots]
+    if any(v.is_graph_output() or not all(goes(use.node) for use in v.uses()) for v in others):
         return []
     if len(producers) < len(roots) or any(root in needed for root in roots):
         return []
     dead: dict[ir.Node, None] = dict.fromkeys(producers)
+    dead.update(dict.fromkeys(node for value in others for node in _unread_behind(site, value, dead)))
     # With a node go all nodes of its branches and loop bodies.
-    todo = [inner for node in producers for inner in (node, *nodes_in(node))]
+    todo = [inner for node in dead for inner in (node, *nodes_in(node))]
     gone = set(todo)
     while todo:
         for value in todo.pop().inputs:
@@ -128,10 +138,10 @@ def superfluous(site: Site, rewrite: Rewrite) -> list[ir.Node]:
             if all(
                 not v.is_graph_output()
                 and v not in needed
-                and all(u.node in gone or (u.node in site.unread and u.node not in read) for u in v.uses())
+                and all(use.node in gone or goes(use.node) for use in v.uses())
                 for v in node.outputs
             ):
-                leaving = [node, *_unread_behind(site, node, gone)]
+                leaving = [node, *(one for v in node.outputs for one in _unread_behind(site, v, gone))]
                 dead.update(dict.fromkeys(leaving))
                 inside = [inner for one in leaving for inner in nodes_in(one)]
                 todo += [*leaving, *inside]
@@ -139,14 +149,14 @@ def superfluous(site: Site, rewrite: Rewrite) -> list[ir.Node]:
     return list(dead)
 
 
-def _unread_behind(site: Site, node: ir.Node, gone: Collection[ir.Node]) -> list[ir.Node]:
-    """What nothing reads that is computed of the results of a node."""
-    found, todo = dict[ir.Node, None](), [node]
+def _unread_behind(site: Site, value: ir.Value, gone: Collection[ir.Node]) -> list[ir.Node]:
+    """What nothing reads that is computed of a value."""
+    found, todo = dict[ir.Node, None](), [value]
     while todo:
-        for use in (use for value in todo.pop().outputs for use in value.uses()):
+        for use in todo.pop().uses():
             if use.node not in gone and use.node not in found:
                 found[use.node] = None
-                todo.append(use.node)
+                todo += use.node.outputs
     return list(found)
 
 

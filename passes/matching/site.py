@@ -6,7 +6,7 @@ import itertools
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -15,11 +15,12 @@ import onnx_ir as ir
 from gradfuse.passes.algebra import Algebra, Poly, TooComplex
 from gradfuse.passes.matching.graphs import TOLERANCE, Names
 from gradfuse.passes.progress import Progress
-from gradfuse.passes.reading import Form, Forms, Opaque
+from gradfuse.passes.reading import Form, Forms, Opaque, ort_training
 
 _Answer = TypeVar("_Answer")
 
 _READERS = 24  # of a value that are looked at
+_MOST_TURNED = 4  # variables whose orders are tried
 
 _WIDE = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL}
 _NEGATING = ("Neg", "Mul", "Sub")
@@ -242,6 +243,31 @@ class Site:
                 break
         return None if best is None else (best[1], best[2])
 
+    def find_turned(
+        self,
+        poly: Poly,
+        variables: Sequence[int],
+        sizes: Mapping[int, Poly],
+        root: ir.Value,
+        *,
+        dtypes: Iterable[ir.DataType | None],
+        shape: Sequence[Poly] | None = None,
+    ) -> tuple[ir.Value, tuple[int, ...], float] | None:
+        """As `find`, of a polynomial over some variables, but their order may be another one; with that order.
+
+        onnxruntime moves transpositions past what is elementwise, and exporters have them where they like.
+        """
+        orders = itertools.permutations(variables) if len(variables) <= _MOST_TURNED else [tuple(variables)]
+        turned = None
+        for order in orders:
+            own = self.algebra.substitute(poly, {v: self.algebra.var(k) for k, v in enumerate(order)})
+            found = self.find(own, [sizes[v] for v in order], root, dtypes=dtypes, shape=shape)
+            if found is not None and found[1] == 1.0:
+                return found[0], order, 1.0
+            if found is not None and turned is None:
+                turned = found[0], order, found[1]
+        return turned
+
     def _factor(self, value: ir.Value, poly: Poly, sizes: Sequence[Poly]) -> float | None:
         form = self.forms.get(value)
         if form is None or len(form.poly) != len(poly):
@@ -280,7 +306,7 @@ class Site:
 
     def operands_of_difference(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
         """What a node subtracts from what, the latter first: as a difference, or a sum with a negative."""
-        if node.domain or node.op_type not in ("Sub", "Add") or len(node.inputs) != 2:
+        if node.domain or node.op_type not in ("Sub", "Add", "Sum") or len(node.inputs) != 2:
             return None
         first, second = node.inputs
         if first is None or second is None:
@@ -321,7 +347,7 @@ class Site:
         found: set[ir.Node] = set()
         for node in reversed(self.graph):
             # Operators of others may have effects.
-            if not node.domain and not any(
+            if (not node.domain or ort_training.is_pure(node)) and not any(
                 v.is_graph_output() or any(use.node not in found for use in v.uses()) for v in node.outputs
             ):
                 found.add(node)

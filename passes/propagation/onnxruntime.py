@@ -48,8 +48,22 @@ def _like_inputs(operands: Operands) -> list[Result]:
 
 @rule("SimplifiedLayerNormalization")
 def _simplified_layer_normalization(operands: Operands) -> list[Result]:
-    """In ONNX's domain, where onnxruntime has it."""
-    return [(operands.dtype(), [*operands.sizes()], None)]
+    """In ONNX's domain, where onnxruntime has it; with the inverse of the deviation of each row."""
+    sizes = [*operands.sizes()]
+    first = normal_axis(operands.attribute("axis", -1), len(sizes))
+    rows = [size if axis < first else 1 for axis, size in enumerate(sizes)]
+    return [(operands.dtype(), sizes, None), (ir.DataType.FLOAT, rows, None)]
+
+
+@rule("MaxPoolGrad")
+def _max_pool_grad(operands: Operands) -> list[Result]:
+    """In ONNX's domain too; what was pooled is an input of the node that gives the indices."""
+    indices = operands.value(1)
+    pool = None if indices is None else indices.producer()
+    pooled = pool.inputs[0] if pool is not None and pool.op_type == "MaxPool" and pool.inputs else None
+    if pooled is None or pooled not in operands.facts.shapes:
+        raise Unknown
+    return [(operands.dtype(), [*operands.facts.shapes[pooled]], None)]
 
 
 @rule("MatMulNBits", domain=_ORT)

@@ -15,7 +15,6 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
-from gradfuse.custom_ops.operator import OLDEST_OPSET
 from gradfuse.errors import ArgumentError
 from gradfuse.passes.algebra import UNIT, Poly, number
 from gradfuse.passes.proving.verdicts import Refuted, Unproved
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 ELEMENTS = 12
 """The elements of tensors where all is elementwise."""
+_SHAPES = {"Expand": 1, "Reshape": 1, "Tile": 1, "ConstantOfShape": 0}
+"""Operators that read a shape, or numbers of repetitions, with the place of that input."""
 _SHAPING = {
     *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile"),
     *("Slice", "Split", "Concat", "Shape", "Size"),
@@ -67,6 +68,7 @@ class Region:
         self.constants: dict[ir.Value, npt.NDArray[Any]] = {}
         self.names: dict[ir.Value, str] = {}
         self._collect()
+        self._require_shapes()
         self.dims = self._dims()
         self.model = self._model()
 
@@ -208,6 +210,15 @@ class Region:
                     raise Unproved(f"more than {NODE_LIMIT} nodes")
                 stack.append((value, True))
                 stack.extend((v, False) for v in node.inputs if v is not None)
+
+    def _require_shapes(self) -> None:
+        """Raise Unproved where a leaf is a shape: other numbers in it make tensors of any size."""
+        leaves = set(self.leaves)
+        for node in self.nodes:
+            place = _SHAPES.get(node.op_type) if not node.domain else None
+            shape = node.inputs[place] if place is not None and len(node.inputs) > place else None
+            if shape in leaves:
+                raise Unproved(f"the shape {str(shape.name)!r} is not known")
 
     def _widened(self, value: ir.Value, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if value.dtype not in FLOATS:
@@ -405,7 +416,7 @@ def _body(node: ir.Node, opset: int, number: int) -> onnx.FunctionProto:
     operator = custom_ops.OPS[node.op_type]
     try:
         call = functions.described(operator, node)
-        variant = operator.variant(call, max(opset, OLDEST_OPSET))
+        variant = operator.variant(call, max(opset, operator.oldest_opset))
     except ArgumentError as error:
         raise Refuted(f"something that the fused op refuses: {error}") from None
     body = operator.function(variant)

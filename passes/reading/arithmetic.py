@@ -85,6 +85,14 @@ def _neg(forms: KnownForms, node: ir.Node) -> Form:
     return Form(x.groups, -x.poly)
 
 
+@reads("Abs")
+def _abs(forms: KnownForms, node: ir.Node) -> Form:
+    (x,) = forms.operands(node)
+    if not forms.algebra.is_positive(x.poly):
+        raise Opaque("a number that may be negative")
+    return x
+
+
 @reads("Reciprocal")
 def _reciprocal(forms: KnownForms, node: ir.Node) -> Form:
     (x,) = forms.operands(node)

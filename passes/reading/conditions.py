@@ -38,7 +38,8 @@ def _compare(forms: KnownForms, node: ir.Node) -> Form:
     below = forms.algebra.less_than_zero(a - b)
     if node.op_type in ("Less", "Greater"):
         return Form(groups, below)
-    if is_float(given(node.inputs, 0)):
+    # What is above 0 is so but for NaN, with which all that it is compared for is NaN.
+    if is_float(given(node.inputs, 0)) and not forms.algebra.is_positive(a - b):
         raise Opaque("not less is not greater or equal where there are NaNs")
     return Form(groups, UNIT - below)
 

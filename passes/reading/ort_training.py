@@ -465,3 +465,8 @@ WITHOUT_FORM: dict[str, Callable[..., tuple[Array, ...]]] = {
     **dict.fromkeys(("LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"), _layer_normalization_grad_array),
 }
 """Those that are not read, which rules know by name."""
+
+
+def is_pure(node: ir.Node) -> bool:
+    """Whether a node is of onnxruntime-training, and does nothing but compute its results of what it reads."""
+    return node.domain == DOMAIN and (node.op_type in ON_ARRAYS or node.op_type in WITHOUT_FORM)

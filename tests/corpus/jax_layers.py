@@ -97,6 +97,14 @@ def _cases() -> Iterator[tuple[str, Step, list[Any]]]:
     one_hot = _gradients(lambda t, i: nn.one_hot(i, 7, dtype=t.dtype) @ t, 1)
     yield "embedding_one_hot", one_hot, [_numbers(2, 3, WIDTH), table, index % 7]
     yield "squared_error", jax.grad(lambda x, t: jnp.mean((x - t) ** 2)), [_numbers(*rows), _numbers(*rows)]
+    target = np.asarray([1, 0, 4, 2, 2, 3], np.int32)
+
+    def cross_entropy(z: Any, t: Any) -> Any:
+        return (nn.logsumexp(z, axis=-1) - (z * nn.one_hot(t, 5, dtype=z.dtype)).sum(-1)).mean()
+
+    yield "logsumexp", jax.grad(cross_entropy), [_numbers(6, 5), target]
+    columns = jax.grad(lambda x, weights: (nn.softmax(x, axis=0) * weights).sum())
+    yield "softmax_columns", columns, [_numbers(*rows), _numbers(*rows)]
     for name, rule in (
         ("adam", optax.adam(1e-2)),
         ("adamw", optax.adamw(1e-2)),

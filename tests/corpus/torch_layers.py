@@ -4,7 +4,7 @@
 
 Writes FOLDER/CASE.SPELLING.onnx and FOLDER/CASE.SPELLING.npz in the form of tests/corpus: by make_fx, by make_fx with
 core ATen operators, by AOTAutograd's joint graph, and for optimizers with and without `foreach`. It needs nothing of
-gradfuse. torch.onnx has no operators for the gradients of convolutions and pooling, and writes a batch normalisation
+gradfuse. torch.onnx has no operators for the gradients of convolutions, and writes a batch normalisation
 that trains as one that does not, so no case has these.
 """
 
@@ -31,6 +31,8 @@ Function = Callable[..., Any]
 LAYERS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     "layer_norm": (lambda: [nn.Linear(8, 4), nn.LayerNorm(4), nn.Tanh()], (6, 8)),
     "layer_norm_plain": (lambda: [nn.Linear(8, 4), nn.LayerNorm(4, elementwise_affine=False)], (2, 3, 8)),
+    "group_norm": (lambda: [nn.Linear(8, 36), nn.Unflatten(1, (4, 3, 3)), nn.GroupNorm(2, 4), nn.Tanh()], (3, 8)),
+    "max_pool": (lambda: [nn.Linear(8, 50), nn.Unflatten(1, (2, 5, 5)), nn.MaxPool2d(3, 2, 1), nn.Tanh()], (3, 8)),
     "gelu": (lambda: [nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 3)], (6, 8)),
     "gelu_tanh": (lambda: [nn.Linear(8, 4), nn.GELU("tanh"), nn.Linear(4, 3)], (6, 8)),
     "embedding": (lambda: [nn.Embedding(7, 4), nn.Tanh()], ()),

@@ -439,3 +439,74 @@ def test_the_gradient_is_found_among_residual_sums(total: str) -> None:
         exact, native = exact + arrays["dy"], native + arrays["dy"]
     found = run(result, {v.name: arrays[v.name] for v in model.graph.input})["grad_input"]
     assert_gradients_close(found, native, exact, np.float32, terms=float(np.abs(arrays["dy"]).sum()))
+
+
+NORMALIZED = """<ir_version: 10, opset_import: ["": 20]>
+g (float[4,6,3] x, float[4,6,3] dy) => (float[4,6,3] dx) {
+    axis = Constant<value_ints = [AXIS]>()  count = Constant<value_float = 6.0>()  one = Constant<value_float = 1.0>()
+    eps = Constant<value_float = 0.00001>()  by = Constant<value_float = DIVISOR>()
+    mean = ReduceMean(x, axis)  d = Sub(x, mean)  dd = Mul(d, d)  total = ReduceSum(dd, axis)  spread = Div(total, by)
+    ROOT
+    r = Div(one, std)  y = Mul(d, r)  dyy = Mul(dy, y)  of_dyy = ReduceSum(dyy, axis)  of_y = Mul(y, of_dyy)
+    share = Div(of_y, by)  part = Identity(share)  of_dy = ReduceMean(dy, axis)  less = Sub(dy, of_dy)
+    inside = Sub(less, part)  dx = Mul(r, inside)
+}"""
+USUAL = "shifted = Add(spread, eps)  std = Sqrt(shifted)"
+
+
+@pytest.mark.parametrize(
+    ("axis", "divisor", "root", "reason"),
+    [
+        (2, 3.0, USUAL, None),
+        (2, 2.0, USUAL, "divided by one less than the number of elements"),
+        (2, 3.0, "root = Sqrt(spread)  std = Add(root, eps)", "a number is added to its deviation"),
+        (1, 6.0, USUAL, "other axes than the last ones"),
+    ],
+)
+def test_explain_says_what_is_other_than_the_operators(
+    axis: int, divisor: float, root: str, reason: str | None
+) -> None:
+    text = NORMALIZED.replace("AXIS", str(axis)).replace("DIVISOR", str(divisor)).replace("ROOT", root)
+    if "root" in text:
+        text = text.replace("part = Identity(share)", "of_root = Mul(r, root)  part = Div(share, of_root)")
+    if axis == 1:
+        # The channels would be one axis of three.
+        text = text.replace("[4,6,3]", "[4,6,3,2]")
+    model = onnx.parser.parse_model(text)
+    result = fuse(model, policy="all")
+    found = [region.reason for region in gradfuse.explain(model).regions if region.op == OP]
+    if reason is None:
+        assert [fusion.op for fusion in result.report.fusions] == [OP], result.report
+    else:
+        assert OP not in [fusion.op for fusion in result.report.fusions]
+        assert any(reason in text for text in found), found
+
+
+def test_halves_that_are_normalized_in_float32() -> None:
+    """PyTorch's gradient where a module casts its input twice: each part of it is cast back by itself."""
+    text = """<ir_version: 10, opset_import: ["": 20]>
+    g (float16[6,8] x, float16[6,8] dy, float16[8] w) => (float16[6,8] dx) {
+        axis = Constant<value_ints = [-1]>()  eps = Constant<value_float = 0.000001>()
+        one = Constant<value_float = 1.0>()  two = Constant<value_float = 2.0>()  count = Constant<value_float = 8.0>()
+        cube = Constant<value_float = 3.0>()  half = Constant<value_float = -0.5>()
+        wide = Cast<to = 1>(x)  square = Pow(wide, two)  spread = ReduceMean(square, axis)  shifted = Add(spread, eps)
+        std = Sqrt(shifted)  r = Reciprocal(std)
+        dyw = Mul(dy, w)  g = Cast<to = 1>(dyw)  gx = Mul(g, wide)  gr = Mul(g, r)  of_gx = ReduceSum(gx, axis)
+        r3 = Pow(r, cube)  halved = Mul(of_gx, half)  slope = Mul(halved, r3)  shape = Shape(x)
+        slopes = Expand(slope, shape)  share = Div(slopes, count)  same = Pow(wide, one)  twice = Mul(same, two)
+        through = Mul(share, twice)  a = Cast<to = 10>(through)  b = Cast<to = 10>(gr)  dx = Add(a, b)
+    }"""
+    result = fuse(onnx.parser.parse_model(text), policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == [OP], result.report
+    numbers = np.random.default_rng(0)
+    arrays = {name: numbers.standard_normal(size).astype(np.float16) for name, size in _HALVES.items()}
+    exact = []
+    for dtype in (torch.float64, torch.float16):
+        x, dy, w = (torch.from_numpy(arrays[name]).to(dtype) for name in _HALVES)
+        x.requires_grad_()
+        normalized = torch.nn.functional.rms_norm(x, (8,), w, 1e-6)
+        exact.append(torch.autograd.grad(normalized, x, dy)[0].numpy())
+    assert_gradients_close(run(result.model, arrays)["dx"], exact[1], exact[0], np.float16, terms=8)
+
+
+_HALVES = {"x": (6, 8), "dy": (6, 8), "w": (8,)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import onnx.parser
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import helper
 from producers import run
 from torch import nn
 
@@ -22,6 +24,17 @@ from gradfuse.passes.report import Report
 pytestmark = pytest.mark.usefixtures("inference_in_process")
 
 Array = npt.NDArray[Any]
+
+
+SUMS = """
+    one = Constant<value_ints = [1]>()  flat = Constant<value_ints = [-1]>()
+    size = Size(x)  length = Reshape(size, one)  zeros = ConstantOfShape(length)
+    places = Reshape(indices, flat)  line = Reshape(g, flat)
+    sums = ScatterElements<axis = 0, reduction = "add">(zeros, places, line)"""
+SUMS_OF_PLANES = """
+    of_windows = Constant<value_ints = WINDOWS>()  of_planes = Constant<value_ints = PLANES>()
+    zeros = ConstantOfShape(of_planes)  places = Reshape(local, of_windows)  line = Reshape(g, of_windows)
+    sums = ScatterElements<axis = 1, reduction = "add">(zeros, places, line)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +74,7 @@ class Pooling:
             pooling (float[{declared[0]}] x, float[{declared[1]}] g)
                 => (float[{declared[1]}] y, float[{declared[0]}] dx) {{
                 y, indices = MaxPool<{window}>(x)
-                one = Constant<value_ints = [1]>()  flat = Constant<value_ints = [-1]>()
-                size = Size(x)  length = Reshape(size, one)  zeros = ConstantOfShape(length)
-                places = Reshape(indices, flat)  line = Reshape(g, flat)
-                sums = ScatterElements<axis = 0, reduction = "add">(zeros, places, line)
+                {SUMS}
                 shape = Shape(x)
                 dx = Reshape<allowzero = 1>(sums, shape)
             }}
@@ -117,6 +127,52 @@ def test_sums_at_the_indices_of_maxima(name: str) -> None:
     (expected,) = torch.autograd.grad(pooling.by_torch(x), x, torch.from_numpy(feeds["g"]))
     # Whole numbers, whose sums are exact.
     np.testing.assert_array_equal(run(result, feeds)["dx"], expected.numpy())
+
+
+LOCAL = {
+    "as PyTorch's exporter": """
+        at = Constant<value_ints = BEGIN>()  after = Constant<value_ints = END>()
+        spatial = Constant<value_ints = SPATIAL>()
+        _, singles = MaxPool<kernel_shape = END>(x)  starts = Slice(singles, at, after, spatial)
+        local = Sub(indices, starts)""",
+    "remainders": "plane = Constant<value_int = SIZE>()  local = Mod(indices, plane)",
+}
+"""What makes indices count from the start of each plane."""
+
+
+def of_planes(pooling: Pooling, way: str, size: int) -> onnx.ModelProto:
+    (items, channels, *image), windows = pooling.shapes
+    written = {
+        "BEGIN": [0] * len(image),
+        "END": [1] * len(image),
+        "SPATIAL": [*range(2, 2 + len(image))],
+        "SIZE": size,
+        "WINDOWS": [items * channels, math.prod(windows[2:])],
+        "PLANES": [items * channels, math.prod(image)],
+    }
+    text = LOCAL[way] + SUMS_OF_PLANES
+    for key, value in written.items():
+        text = text.replace(key, str(value))
+    return dataclasses.replace(pooling, changed=((SUMS, text),)).model()
+
+
+@pytest.mark.parametrize("name", ["overlapping", "dilation", "one dimension", "large"])
+@pytest.mark.parametrize("way", LOCAL)
+def test_sums_at_indices_of_each_plane(way: str, name: str) -> None:
+    pooling = POOLINGS[name]
+    result, report = fused(of_planes(pooling, way, math.prod(pooling.image)), "all")
+    assert [f.op for f in report.fusions] == ["MaxPoolBackward"], report
+    assert [len(node.output) for node in result.graph.node if node.op_type == "MaxPool"] == [1]
+    feeds = pooling.feeds()
+    x = torch.from_numpy(feeds["x"]).requires_grad_()
+    (expected,) = torch.autograd.grad(pooling.by_torch(x), x, torch.from_numpy(feeds["g"]))
+    np.testing.assert_array_equal(run(result, feeds)["dx"], expected.numpy())
+
+
+def test_indices_of_other_planes_stay() -> None:
+    """A remainder by half a plane is the index of another element."""
+    pooling = POOLINGS["overlapping"]
+    assert not fused(of_planes(pooling, "remainders", math.prod(pooling.image) // 2), "all")[1].fusions
 
 
 PLAIN = Pooling((7, 7), 3, stride=2, padding=1)
@@ -180,6 +236,36 @@ def test_the_operator_of_onnxruntime_training() -> None:
     x = torch.from_numpy(feeds["x"]).requires_grad_()
     (expected,) = torch.autograd.grad(F.max_pool2d(x, 2), x, torch.from_numpy(feeds["g"]))
     np.testing.assert_array_equal(run(result, feeds)["dx"], expected.numpy())
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("twin", ["unread", "read"])
+def test_several_gradients_at_the_indices_of_one_pooling(twin: str, declared: bool) -> None:
+    model = of_training("kernel_shape = [2, 2], strides = [2, 2]")
+    graph = model.graph
+    del graph.input[2]
+    graph.node.append(helper.make_node("MaxPoolGrad", ["g", "indices"], ["twin"], kernel_shape=[2, 2], strides=[2, 2]))
+    graph.node.append(helper.make_node("Neg", ["twin"], ["far"]))
+    if twin == "read":
+        graph.node[2].input[0] = "y"
+        graph.output.append(helper.make_tensor_value_info("far", onnx.TensorProto.FLOAT, None))
+    if not declared:
+        graph.output[1].type.tensor_type.ClearField("shape")
+    result, report = fused(model, "all")
+    assert [f.op for f in report.fusions].count("MaxPoolBackward") >= 1 + (twin == "read"), report
+    assert [len(node.output) for node in result.graph.node if node.op_type == "MaxPool"] == [1]
+    numbers = np.random.default_rng(0)
+    feeds = {
+        "x": numbers.integers(-2, 3, (3, 2, 6, 6)).astype(np.float32),
+        "g": numbers.integers(-9, 10, (3, 2, 3, 3)).astype(np.float32),
+    }
+    x = torch.from_numpy(feeds["x"]).requires_grad_()
+    y = F.max_pool2d(x, 2)
+    got = run(result, feeds)
+    for name, seed in {"dx": torch.from_numpy(feeds["g"]), "far": -y.detach()}.items():
+        if name in got:
+            (expected,) = torch.autograd.grad(y, x, seed, retain_graph=True)
+            np.testing.assert_array_equal(got[name], expected.numpy())
 
 
 @pytest.mark.parametrize(

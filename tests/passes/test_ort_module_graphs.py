@@ -63,6 +63,32 @@ def test_graph_is_fused_and_has_the_gradients_of_pytorch(name: str) -> None:
 
 
 @pytest.mark.usefixtures("inference_in_process")
+@pytest.mark.parametrize("name", ["max_pool", "max_pool_overlapping", "batch_norm", "gpt_internal"])
+def test_shapes_need_not_be_declared(name: str) -> None:
+    model = load(name)
+    for value in (value for node in model.graph for value in node.outputs):
+        if not value.is_graph_output():
+            value.shape = value.type = None
+    found = Counter(fusion.op for fusion in fuse(model, policy="all", bodies=False).report.fusions)
+    del found["GroupedBiasAddGrad"]
+    assert found == EXPECTED[name]
+
+
+@pytest.mark.usefixtures("inference_in_process")
+def test_deviations_of_rms_normalization_are_known() -> None:
+    text = """
+        <ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+        g (float[B,8] x, float[8] w, float[B,8] dy) => (float dx, float[8] dw) {
+          y, inverse = SimplifiedLayerNormalization<axis = -1, epsilon = 0.00001, stash_type = 1>(x, w)
+          dx, dw = com.microsoft.SimplifiedLayerNormalizationGrad<axis = -1>(dy, x, w, inverse)
+        }
+    """
+    model = onnx.parser.parse_model(text)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    assert [fusion.op for fusion in fuse(model, policy="all").report.fusions] == ["LayerNormBackward"]
+
+
+@pytest.mark.usefixtures("inference_in_process")
 @pytest.mark.parametrize("batch", ["3", "B"])
 @pytest.mark.parametrize("classes", [4, 5])
 def test_tokens_that_were_not_reshaped_to_rows_have_their_classes_last(batch: str, classes: int) -> None:

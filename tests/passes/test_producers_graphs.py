@@ -16,7 +16,8 @@ from gradfuse.testing import assert_gradients_close
 OF_PYTORCH = {
     **dict.fromkeys(("adam", "adamw"), "ApplyAdamW"),
     **dict.fromkeys(("sgd", "sgd_nesterov"), "ApplySgd"),
-    **dict.fromkeys(("layer_norm", "layer_norm_plain"), "LayerNormBackward"),
+    **dict.fromkeys(("layer_norm", "layer_norm_plain", "group_norm"), "LayerNormBackward"),
+    "max_pool": "MaxPoolBackward",
     **dict.fromkeys(("gelu", "gelu_tanh"), "GeluBackward"),
     "embedding": "EmbeddingDenseBackward",
     "relu": "ThresholdBackward",
@@ -46,6 +47,8 @@ OF_JAX = {
     **{f"batch_norm{end}": "BatchNormBackward" for end in ("", "_variance", "_images", "_images_variance")},
     **{f"embedding{end}": "EmbeddingDenseBackward" for end in ("", "_take", "_one_hot")},
     "gelu": "GeluBackward",
+    "logsumexp": "CrossEntropyLossGrad",
+    "softmax_columns": "ScaledMaskedSoftmaxBackward",
     "squared_error": "MseLossBackward",
     # The gradient is 0 where the result is NaN.
     "relu": "",
@@ -101,9 +104,9 @@ def test_graph_of_jax_is_fused_and_has_its_gradients(path: Path) -> None:
         ("tf2onnx", "adam", "ApplyAdamW", "epsilon is not added to the corrected root"),
         ("tf2onnx", "boolean_mask", "CrossEntropyLossGrad", "picks one class of each row"),
         ("tf2onnx", "one_index_dyn", "CrossEntropyLossGrad", "sizes of inputs that may differ"),
-        ("tf2onnx", "maximum", "ThresholdBackward", "at 0 or at NaN"),
+        ("tf2onnx", "maximum", "ThresholdBackward", "whole where the result is 0"),
         ("ort_module", "relu", "ThresholdBackward", "0 where the result is NaN"),
-        ("jax_layers", "relu", "ThresholdBackward", "at 0 or at NaN"),
+        ("jax_layers", "relu", "ThresholdBackward", "0 where the result is NaN"),
         ("jax_layers", "layer_norm_squares", "LayerNormBackward", "variance that is cut at 0"),
         ("jax_layers", "batch_norm_squares", "BatchNormBackward", "variance that is cut at 0"),
     ],
@@ -116,7 +119,9 @@ def test_explain_says_why_a_graph_is_not_fused(folder: str, name: str, operator:
 @pytest.mark.usefixtures("inference_in_process")
 @pytest.mark.parametrize("path", _paths("torch_layers"))
 def test_graph_of_pytorch_is_fused_and_has_its_gradients(path: Path) -> None:
-    assert _fused(path) == [OF_PYTORCH[path.stem.split(".")[0]]]
+    # Sums of AOTAutograd's group normalization are in other dimensions than what they go into.
+    wanted = [] if path.stem == "group_norm.joint" else [OF_PYTORCH[path.stem.split(".")[0]]]
+    assert _fused(path) == wanted
 
 
 @pytest.mark.parametrize("name", ["adam.foreach", "adam.single", "adamw.foreach", "adamw.single"])

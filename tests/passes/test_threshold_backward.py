@@ -47,6 +47,45 @@ def test_gradients_are_found(changes: list[tuple[str, str]]) -> None:
     np.testing.assert_array_equal(dx, wanted.numpy())
 
 
+KEPT = "kept = Not(cut)  factor = Cast<to = 1>(kept)"
+LEFT = "one = Constant<value_float = 1.0>()  gone = Cast<to = 1>(cut)  factor = Sub(one, gone)"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("dx = Where(cut, zero, g)", f"{KEPT}  dx = Mul(g, factor)")],
+        [("dx = Where(cut, zero, g)", f"{LEFT}  dx = Mul(factor, g)")],
+        [("LessOrEqual(y, zero)", "LessOrEqual(x, zero)")],
+        [("y = Relu(x)", "y = Max(x, zero)"), ("LessOrEqual(y, zero)", "GreaterOrEqual(zero, x)")],
+        [("y = Relu(x)", "y = Clip(x, zero)")],
+        [("dx = Where(cut, zero, g)", "kept = Not(cut)  dx = Where(kept, g, zero)")],
+    ],
+)
+def test_gradients_are_found_however_the_mask_is_written(changes: list[tuple[str, str]]) -> None:
+    model = fused(*changes)
+    assert operators(model) == ["ThresholdBackward"]
+    x = torch.tensor([[0.0, -0.0, float("inf"), float("-inf"), 1.0, -1.0]] * 2)
+    g = torch.arange(12.0).reshape(2, 6) - 5
+    dx = run(model, {"g": g.numpy(), "x": x.numpy(), "row": np.zeros(6, np.float32)})["dx"]
+    np.testing.assert_array_equal(dx, torch.ops.aten.threshold_backward(g, x.relu(), 0.0).numpy())
+
+
+@pytest.mark.parametrize(
+    ("cut", "reason"),
+    [
+        ("kept = Greater(y, zero)  cut = Not(kept)", "0 where the result is NaN"),
+        ("kept = Less(zero, x)  cut = Not(kept)", "0 where the result is NaN"),
+        ("cut = Less(x, zero)", "whole where the result is 0"),
+        ("kept = GreaterOrEqual(x, zero)  cut = Not(kept)", "whole where the result is 0"),
+    ],
+)
+def test_explain_says_where_another_comparison_gives_another_gradient(cut: str, reason: str) -> None:
+    text = GRAPH.replace("cut = LessOrEqual(y, zero)", cut)
+    (region,) = gradfuse.explain(onnx.parser.parse_model(text)).regions
+    assert region.op == "ThresholdBackward" and reason in region.reason
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -104,3 +104,28 @@ def twice(model: onnx.ModelProto, readers: str) -> onnx.ModelProto:
                 if {"odd": place % 2 == 1, "even": place % 2 == 0, "late": late}[readers]:
                     node.input[k] = copies[name]
     return model
+
+
+def with_unread_twins(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
+    """A copy of a model in which each node, but for draws, comes with a copy that nothing reads, before or after it."""
+    model, draw = _copy(model), random.Random(seed)
+    graph = model.graph
+    told = {value.name: value for value in (*graph.value_info, *graph.output)}
+    nodes = list(graph.node)
+    del graph.node[:]
+    for node in nodes:
+        has_graph = any(a.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS) for a in node.attribute)
+        if has_graph or node.op_type in (*_DRAWS, "Constant", "YieldOp"):
+            graph.node.append(node)
+            continue
+        twin = onnx.NodeProto()
+        twin.CopyFrom(node)
+        twin.name = f"{node.name}_unread" if node.name else ""
+        for k, name in enumerate(node.output):
+            twin.output[k] = f"{name}_unread" if name else ""
+            if name in told:
+                info = graph.value_info.add()
+                info.CopyFrom(told[name])
+                info.name = twin.output[k]
+        graph.node.extend(draw.sample([node, twin], 2))
+    return model

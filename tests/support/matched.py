@@ -49,7 +49,7 @@ def known() -> dict[str, Matched]:
 HOLDS = {
     **dict.fromkeys(("embedding", "embedding_take", "embedding_one_hot"), "EmbeddingDenseBackward"),
     **dict.fromkeys(("layer_norm", "layer_norm_plain", "layer_norm_variance", "rms_norm"), "LayerNormBackward"),
-    "layer_norm_squares": "LayerNormBackward",
+    **dict.fromkeys(("layer_norm_squares", "group_norm"), "LayerNormBackward"),
     "batch_norm_rows": "BatchNormBackward",
     **{
         f"batch_norm{images}{end}": "BatchNormBackward"
@@ -63,7 +63,7 @@ HOLDS = {
     **dict.fromkeys(("squared_error", "squared_error_weighted"), "MseLossBackward"),
     **dict.fromkeys(("adam", "adamw", "adam_foreach", "adamw_foreach"), "ApplyAdamW"),
     **dict.fromkeys(("momentum", "sgd", "sgd_foreach", "sgd_nesterov"), "ApplySgd"),
-    "attention": "ScaledMaskedSoftmaxBackward",
+    **dict.fromkeys(("attention", "softmax_columns"), "ScaledMaskedSoftmaxBackward"),
 }
 """The operator whose gradient, or update, a graph is about, by the name of its file; else a loss of classes."""
 

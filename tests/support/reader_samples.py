@@ -99,6 +99,7 @@ Operand = Given | Array | None
 
 AHEAD: dict[str, tuple[Any, ...]] = {
     "SixTimes": (below(5, "N", 3), ("Mul", ints(6))),
+    "Powers": (x("N", 3), ("Exp",)),
     "Shape": (x("N", 3), ("Shape",)),
     "Size": (x("N", 3), ("Size",)),
     "Flat": (x("N", 3), ("Reshape", ints(-1))),

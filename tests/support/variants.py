@@ -895,6 +895,56 @@ GROUPED_BIAS: dict[str, Build] = {
     "3-D, ones": lambda g: g.op("MatMul", g.constant(np.ones((1, 4))), given(g, "dy3")),
 }
 
+
+def _softmax_of_columns(g: GraphBuilder) -> str:
+    """The gradient by exponentials and their sum, as JAX has it where nothing else needs the softmax."""
+    s, u = given(g, "z"), given(g, "x")
+    e = g.op("Exp", g.op("Sub", s, g.op("ReduceMax", s, g.ints(0))))
+    total = g.sum(e, 0)
+    through = g.sum(g.op("Mul", g.op("Mul", u, g.op("Pow", total, g.constant(-2.0))), e), 0)
+    return g.op("Mul", g.op("Sub", g.op("Div", u, total), through), e)
+
+
+SOFTMAX["of columns, of which there is no softmax"] = _softmax_of_columns
+
+
+def _sum_of_logarithm(g: GraphBuilder) -> str:
+    """As JAX differentiates its logsumexp: by the sign of a sum of exponentials, which is above 0."""
+    z, t = given(g, "z"), given(g, "t")
+    e = g.op("Exp", g.op("Sub", z, g.op("ReduceMax", z, g.ints(1))))
+    total, zero = g.sum(e, 1), g.constant(0.0)
+    is_above, share = g.op("GreaterOrEqual", total, zero), g.op("Div", g.constant(1 / N), g.op("Abs", total))
+    above, below = g.op("Where", is_above, share, zero), g.op("Where", is_above, zero, share)
+    whole = g.op("Mul", g.op("Sub", above, below), e)
+    return g.op("Sub", whole, g.op("Mul", _onehot(g, t), g.constant(1 / N)))
+
+
+def _turned_logarithms(g: GraphBuilder) -> str:
+    """Classes in the middle, and logarithms with classes last, as onnxruntime's optimizer moves transpositions."""
+    logarithms = g.op("LogSoftmax", given(g, "tokens"), axis=-1)
+    p = g.op("Transpose", g.op("Exp", logarithms), perm=[0, 2, 1])
+    hot = g.op("OneHot", given(g, "labels"), g.constant(C, np.int64), g.constant([0.0, 1.0]), axis=1)
+    return g.op("Mul", g.op("Sub", p, hot), g.constant(1 / 6))
+
+
+CROSS_ENTROPY["logsumexp by its sign"] = _sum_of_logarithm
+CROSS_ENTROPY["logarithms in another order"] = _turned_logarithms
+
+
+def _halves_of_twice(g: GraphBuilder) -> str:
+    dy = given(g, "dy")
+    parts = [g.op("Slice", dy, g.ints(a), g.ints(b), g.ints(0)) for a, b in ((0, 2), (2, 5), (5, 7))]
+    sums = [g.sum(part, 0) for part in parts]
+    sums[1] = g.op("Mul", g.op("Add", sums[1], sums[1]), g.constant(0.5))
+    sums[2] = g.op("Neg", g.op("Neg", sums[2]))
+    return g.op("Concat", *sums, axis=0)
+
+
+GROUPED_BIAS["blocks by arithmetic that changes nothing"] = _halves_of_twice
+SQUARED_ERROR["difference as a long sum"] = lambda g: g.op(
+    "Mul", g.op("Sum", given(g, "x"), g.op("Neg", given(g, "y"))), g.constant(2 / (N * C))
+)
+
 GRAPHS: list[tuple[str, str, Build]] = [
     *(("ScaledMaskedSoftmaxBackward", name, build) for name, build in SOFTMAX.items()),
     *(("CrossEntropyLossGrad", name, build) for name, build in CROSS_ENTROPY.items()),

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from graphs import parsed
-from habits import READERS, in_another_order, read_by, twice, with_constant_nodes, with_identities
+from habits import READERS, in_another_order, read_by, twice, with_constant_nodes, with_identities, with_unread_twins
 from matched import graphs, known
 from producers import run
 
@@ -93,7 +93,7 @@ def test_it_does_not_matter_which_of_two_equal_values_is_read(path: Path, reader
 
 
 @pytest.mark.sampled(every=8)
-@pytest.mark.parametrize("written", [with_identities, with_constant_nodes, in_another_order])
+@pytest.mark.parametrize("written", [with_identities, with_constant_nodes, in_another_order, with_unread_twins])
 @pytest.mark.parametrize("path", MATCHED)
 def test_it_does_not_matter_how_constants_and_copies_are_written(path: Path, written: Habit) -> None:
     model = onnx.load(path)
@@ -211,3 +211,19 @@ def test_an_identity_may_say_what_its_source_does_not() -> None:
     }"""
     model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20, "local": 1]>\n{declared}')
     assert list(_ops(fuse(model, policy="all", bodies=False))) == ["MseLossBackward"]
+
+
+CONV_GRAD = """g (float[2,2,4,4] x, float[3,2,1,1] w, float[2,3,4,4] dy, float[2,2] r)
+=> (float[3,2,1,1] dw, float[2,2] kept)
+{
+    dx, dw = com.microsoft.ConvGrad<kernel_shape=[1, 1]>(dy, x, w)
+    unread = Tanh(dx)
+    a, b = com.microsoft.ConvGrad<kernel_shape=[1, 1]>(dy, w, x)
+    kept = Tanh(r)
+}"""
+
+
+def test_what_nothing_reads_is_read_by_no_operator_and_keeps_none_away() -> None:
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1]>\n{CONV_GRAD}')
+    result = fuse(model, policy="all", bodies=False)
+    assert list(_ops(result)) == ["ConvolutionBackward"], result.report

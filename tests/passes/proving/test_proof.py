@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,3 +292,20 @@ def test_what_a_sort_orders_is_in_order_in_the_proof_too() -> None:
     report = fuse(model, policy="all").report
     assert [fusion.op for fusion in report.fusions] == ["GroupedBiasAddGrad"]
     assert not any(miss.bug for miss in report.near_misses)
+
+
+def test_a_shape_that_is_not_known_is_not_drawn() -> None:
+    """Random numbers in it would make tensors of any size. In the model without functions the shape is known."""
+    text = """<ir_version: 10, opset_import: ["": 20, "local": 1]>
+    g (float[4,1] x, float[4,1] goal) => (float[4,1] y) {
+        shape = local.Sizes(x)  again = Expand(x, shape)  d = Sub(again, goal)
+        k = Constant<value_float = 0.5>()  y = Mul(d, k)
+    }
+    <domain: "local", opset_import: ["": 20]> Sizes (a) => (sizes) { sizes = Shape(a) }"""
+    tracemalloc.start()
+    try:
+        result = fuse(onnx.parser.parse_model(text), policy="all")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 27
+    finally:
+        tracemalloc.stop()
+    assert [one.op for one in result.report.fusions] == ["MseLossBackward"], result.report

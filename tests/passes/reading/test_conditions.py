@@ -19,6 +19,9 @@ def _read() -> Iterator[Sample]:
         if op in ("Less", "Greater"):
             yield s(op, x("N", 3), x(3))
             yield s(op, x("N", 3), scalar(0.5))
+    yield s("GreaterOrEqual", "Powers", scalar(0.0))
+    yield s("LessOrEqual", scalar(0.0), "Powers")
+    yield s("Less", "Powers", scalar(0.0))
     yield s("Not", condition("N", 3))
     for op in ("And", "Or", "Xor"):
         yield s(op, condition("N", 3), condition(3))
