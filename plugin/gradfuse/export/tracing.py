@@ -32,8 +32,9 @@ from gradfuse.export import (
     recurrences,
     splits,
     standins,
+    windows,
 )
-from gradfuse.export.decompositions import backward, complex_numbers, forward, in_float64, logarithms
+from gradfuse.export.decompositions import backward, complex_numbers, elementwise, forward, in_float64, logarithms
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.packed_sequences import padded
@@ -236,6 +237,7 @@ def decomposed(
     table.update(complex_numbers.table(table))
     for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)
+    table.update(elementwise.by_sizes())
     layouts.copy_where_needed(program)
     logarithms.choose_sigmoids(program)
     try:
@@ -255,6 +257,7 @@ def decomposed(
             layouts.forget_layouts(program)
             promotion.cast_operands(program)
             promotion.bound_by_floats(program)
+            promotion.compute_sizes(program)
             promotion.divide_downwards(program)
             promotion.round_sizes(program)
             promotion.normalise_in_one_type(program)
@@ -310,7 +313,7 @@ class _Traced(nn.Module):
             scanned = contextlib.nullcontext() if native.differentiates else recurrences.scanned()
             packed = contextlib.nullcontext() if native.differentiates else padded()
             registered = gradient_hooks.Registered(native.hooks, len(used) + len(step.differentiated))
-            with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), answered, packed:
+            with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), windows.sized(), answered, packed:
                 with registered if native.hooks else contextlib.nullcontext():
                     results = step.apply(
                         state, list(map(Tensor.clone, inputs)), list(map(Tensor.clone, targets)), watch
