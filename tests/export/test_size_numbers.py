@@ -92,7 +92,8 @@ def _rounded(h: Tensor) -> Tensor:
 def _of_math(h: Tensor) -> Tensor:
     n = h.shape[1]
     result: Tensor = h * math.sin(n) * math.log(n, 512) + math.tanh(n / 10) * math.hypot(n, 3) - math.fmod(n, 5)
-    return result[:, : math.isqrt(n)] + np.minimum(n, 9) * math.cos(math.pi / n)
+    result = result[:, : math.isqrt(n)] + np.minimum(n, 9) * math.cos(math.pi / n)
+    return result
 
 
 def _between_sizes(h: Tensor) -> Tensor:
