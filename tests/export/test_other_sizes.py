@@ -62,8 +62,7 @@ FIXED: dict[str, Function] = {
     "a root": lambda h: h * math.sqrt(h.shape[2]),
     "a part": lambda h: h[:, :, : int(h.shape[2] * 0.3) + 1] ** 2,
     "an exponent": lambda h: h / h.norm(p=h.shape[2] / 3),
-    "a slope": lambda h: F.elu(h, h.shape[2] / 6),
-    "rounded": lambda h: h[:, :, : round(h.shape[2] / 4)] ** 2,
+    "rounded": lambda h: h * round(h.shape[2] / 7, 1),
 }
 
 

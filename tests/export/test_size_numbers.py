@@ -82,7 +82,41 @@ def _of_a_product(h: Tensor) -> Tensor:
     return h * int(h.shape[1] / 49 * 49)
 
 
+def _rounded(h: Tensor) -> Tensor:
+    """Halves are rounded to even numbers."""
+    result: Tensor = h[:, : round(h.shape[1] / 8) + (h.shape[1] >> 2)] * (h.shape[0] << 1)
+    result = result * ((h.shape[1] / 2) % 3 - (h.shape[0] * 0.5) % 1.0) + int(np.round(h.shape[1] * 0.3))
+    return result
+
+
+def _of_math(h: Tensor) -> Tensor:
+    n = h.shape[1]
+    result: Tensor = h * math.sin(n) * math.log(n, 512) + math.tanh(n / 10) * math.hypot(n, 3) - math.fmod(n, 5)
+    result = result[:, : math.isqrt(n)] + np.minimum(n, 9) * math.cos(math.pi / n)
+    return result
+
+
+def _between_sizes(h: Tensor) -> Tensor:
+    n = h.shape[1]
+    bounded = F.hardtanh(h, -1 / n, n / 20) + F.leaky_relu(h, 1 / n) + F.elu(h, n / 6)
+    return bounded * torch.pow(h.abs() + 1.0, n / 10)
+
+
+def _tapered(h: Tensor) -> Tensor:
+    n = h.shape[1]
+    windows = torch.hann_window(n) * torch.hamming_window(n, periodic=False) + torch.bartlett_window(n)
+    return h * (windows - torch.blackman_window(n)).to(h.dtype)[:, None]
+
+
+def _pairs(h: Tensor) -> Tensor:
+    """As factorisation machines multiply each two."""
+    i, j = torch.triu_indices(h.shape[1], h.shape[1], 1)
+    k, m = torch.tril_indices(h.shape[1], h.shape[1])
+    return (h[:, i] * h[:, j]).mean(1, keepdim=True) + h[:, k] * h[:, m].square()
+
+
 FUNCTIONS = [_windows, _kept, _share, _scaled, _lengths, _joined, _divided, _of_a_product]
+FUNCTIONS += [_rounded, _of_math, _between_sizes, _tapered, _pairs]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from gradfuse.dynamic_batch import operators, sizes, views
-from gradfuse.dynamic_batch.analysis import Refused, followed
+from gradfuse.dynamic_batch.analysis import RULES, Refused, followed
 from gradfuse.dynamic_batch.rewriting import Rewriter, note_shapes
 from gradfuse.errors import ArgumentError, ModelError, listed
 from gradfuse.models import reading
@@ -23,7 +23,7 @@ from gradfuse.passes.propagation import Facts, size_of
 if TYPE_CHECKING:
     from gradfuse.models.reading import LoadedModel, ModelLike
 
-RULES = (operators, sizes, views)
+FAMILIES = (operators, sizes, views)
 """The modules whose import fills the table of rules."""
 _NAME = "batch"
 _CONSTANTS_IR_VERSION = 4
@@ -46,8 +46,8 @@ def make_batch_dynamic(model: ModelLike, axes: Mapping[str, int | None] | None =
             are not named; scalars have none.
 
     Returns:
-        The model, of the same kind, without functions of its own. The batch is the symbolic dimension `batch`, unless
-        an input names it otherwise.
+        The model, of the same kind, without functions but the bodies of gradfuse's operators. The batch is the symbolic
+        dimension `batch`, unless an input names it otherwise.
 
     Raises:
         ArgumentError: `axes` has a name that is not an input, or an axis that an input does not have, or batch sizes
@@ -75,7 +75,7 @@ def with_dynamic_batch(loaded: LoadedModel, who: str, axes: bool | Mapping[str, 
     if not isinstance(axes, (bool, Mapping)):
         raise ArgumentError(f"{who}: dynamic_batch is {axes!r}; expected True, or a dictionary input -> axis or None")
     if model.functions:
-        inline_functions(model)
+        inline_functions(model, lambda function: (function.domain, function.name) not in RULES)
     if model.ir_version < _CONSTANTS_IR_VERSION:
         # Before, all initializers are inputs.
         model.graph.inputs[:] = [value for value in model.graph.inputs if value.name not in model.graph.initializers]

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from gradfuse.custom_ops.operator import DOMAIN
+from gradfuse.custom_ops.pointwise_expressions import INPUTS, OUTPUTS, parse
 from gradfuse.dynamic_batch.analysis import DETERMINISTIC, DRAWS, Call, kept, rule
 from gradfuse.dynamic_batch.layouts import Layout, Multiple
 
@@ -57,6 +59,17 @@ def _broadcast(call: Call) -> None:
     indices = range(len(call.node.inputs))
     call.require_fixed(*indices)
     call.give(call.joined(indices, len(call.result_sizes())))
+
+
+@rule("Pointwise", domain=DOMAIN)
+def _pointwise(call: Call) -> None:
+    call.require_fixed(*range(len(INPUTS)))
+    layout = call.joined(range(len(INPUTS)), call.rank())
+    if call.layout(0) is None:
+        # Results have the shape of the first input.
+        call.repeat(0, layout, broadcasts=False)
+    assigned = parse(call.attribute("expression", "y0 = x0")).outputs
+    call.give(layout, *(index for index, name in enumerate(OUTPUTS) if name in assigned))
 
 
 @rule("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", domain=_ORT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from gradfuse.passes.progress import Progress
     from gradfuse.training.optimizers import Optimizer
     from gradfuse.training.step import TrainingStep
+
+_ALONE = threading.RLock()
+"""Held by an export: tracing changes functions and settings of the whole process."""
 
 
 def export_training_step(
@@ -71,6 +75,8 @@ def export_training_step(
     parameters, buffers, `.grad`, mode, random state, and what their code keeps in Python. In training mode, a hash of
     the buffer `dropout_seed` decides what dropout drops and what `torch.rand` and similar functions draw. Each step
     adds 1 to it. The comparison with PyTorch uses the same numbers.
+
+    Threads may export at the same time: one waits for the other. Sessions wait for no export.
 
     Args:
         module: the module; its parameters that require gradients are the trainable ones. Tied parameters are one input
@@ -165,6 +171,8 @@ def export_training_step(
         raise refusal(f"autocast is {autocast}; expected torch.float16, torch.bfloat16 or None")
     if verify not in ("full", "quick"):
         raise refusal(f"verify is {verify!r}; expected 'full' or 'quick'")
+    if torch.compiler.is_exporting():
+        raise refusal("a step is exported while another is traced; expected no export in its module or loss")
     if not verifying.has_onnxruntime():
         warnings.warn(f"{WHO}: onnxruntime is not installed, so the model was not compared with PyTorch", stacklevel=2)
 
@@ -187,7 +195,7 @@ def export_training_step(
     spared, bar = sparing(large), Parts.shown(progress, large)
     # Tensors made in inference mode take no gradients.
     usual = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
-    with mistakes_named(), bar as parts, spared as save_memory, once, usual, spilling.shelf() as shelf:
+    with _ALONE, mistakes_named(), bar as parts, spared as save_memory, once, usual, spilling.shelf() as shelf:
         step = TorchStep.of(module, loss, batch, describe, autocast, input_gradients, at_run_time)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.

@@ -74,6 +74,34 @@ def bound_by_floats(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
+def compute_sizes(program: ExportedProgram) -> None:
+    """Let sizes be shifted, and have remainders by fractions, in operators that torch.onnx.export knows."""
+    graph = program.graph
+
+    def computed(node: Node, function: Any, *operands: Any) -> Node:
+        with graph.inserting_before(node):
+            result: Node = graph.call_function(function, operands)
+        result.meta = {"val": function(*(one.meta["val"] if isinstance(one, Node) else one for one in operands))}
+        return result
+
+    for node in list(graph.nodes):
+        if node.target in _SHIFTS:
+            number, bits = node.args
+            factor = computed(node, operator.pow, 2, bits) if isinstance(bits, Node) else 2**bits
+            result = computed(node, _SHIFTS[node.target], number, factor)
+        elif node.target is operator.mod and isinstance(node.meta.get("val"), torch.SymFloat):
+            times = computed(node, math.floor, computed(node, operator.truediv, *node.args))
+            times = computed(node, torch.sym_float, times)
+            whole = computed(node, operator.mul, times, node.args[1])
+            result = computed(node, operator.sub, node.args[0], whole)
+        else:
+            continue
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    program.graph_module.recompile()
+
+
 def divide_downwards(program: ExportedProgram) -> None:
     """Let quotients of sizes below 0 round down, as in `-(-size // 8)`, the number of eights that hold a size.
 
@@ -102,7 +130,7 @@ def round_sizes(program: ExportedProgram) -> None:
     torch.onnx.export computes them in float32, where 0.3 times 50 is more than 15.
     """
     graph = program.graph
-    rounded = [node for node in graph.nodes if node.target in _ROUNDED]
+    rounded = [node for node in graph.nodes if node.target in _ROUNDED and node.args[1:] in ((), (None,))]
     if not rounded:
         return
     like = next(value for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor))
@@ -223,7 +251,9 @@ _ROUNDED: Mapping[Any, Any] = {
     math.ceil: aten.ceil.default,
     math.floor: aten.floor.default,
     math.trunc: aten.trunc.default,
+    round: aten.round.default,
 }
+_SHIFTS: Mapping[Any, Any] = {operator.rshift: operator.floordiv, operator.lshift: operator.mul}
 _EXACT: Mapping[Any, Any] = {
     operator.add: aten.add.Tensor,
     operator.sub: aten.sub.Tensor,

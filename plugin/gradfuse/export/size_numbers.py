@@ -29,16 +29,6 @@ _Result = TypeVar("_Result")
 _ROUNDS = 8
 """How often a step is traced at most, to find all functions that call such functions."""
 
-_NAMES = frozenset(
-    """
-    int float divmod cat stack tensor sqrt log log2 log10 log1p exp ceil floor trunc prod
-    Tensor FloatTensor DoubleTensor IntTensor LongTensor
-    """.split()
-)
-"""The last names of the functions whose calls are rewritten."""
-
-_LINE = re.compile(rf"\b({'|'.join(sorted(_NAMES))})\(")
-
 
 @dataclasses.dataclass
 class SizeNumbers:
@@ -237,20 +227,43 @@ def _stack(tensors: Any, dim: int = 0) -> Tensor:
     return _cat(_Repeated(tensors.element.unsqueeze(dim), tensors.count), dim)
 
 
+_UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
+    name: getattr(torch, of_torch)
+    for name, of_torch in {
+        **dict.fromkeys(("arcsin", "asin"), "asin"),
+        **dict.fromkeys(("arccos", "acos"), "acos"),
+        **dict.fromkeys(("arctan", "atan"), "atan"),
+        **{
+            name: name
+            for name in "log log2 log10 log1p exp exp2 expm1 sin cos tan sinh cosh tanh erf erfc lgamma".split()
+        },
+        "fabs": "abs",
+        "radians": "deg2rad",
+        "degrees": "rad2deg",
+    }.items()
+}
+"""Functions of math and numpy of one number -> those of torch."""
+
 _OF_ONE = (
-    int,
-    float,
-    math.sqrt,
-    math.log,
-    math.log2,
-    math.log10,
-    math.log1p,
-    math.exp,
-    math.ceil,
-    math.floor,
-    math.trunc,
+    *(int, float, math.sqrt, math.ceil, math.floor, math.trunc),
+    *(getattr(math, name) for name in _UNARY if hasattr(math, name)),
 )
 """Functions of one number, which may be in a tensor."""
+
+
+def _log(value: Any, base: Any = math.e) -> Tensor:
+    logarithm = _of(torch.log)
+    return logarithm(value) if base == math.e else logarithm(value) / logarithm(base)
+
+
+def _of_two(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """Return a function of two of Python's numbers, likewise."""
+    return lambda a, b: function(*(torch.scalar_tensor(one, dtype=torch.float64) for one in (a, b)))
+
+
+def _hypotenuse(a: Tensor, b: Tensor) -> Tensor:
+    return (a * a + b * b).sqrt()
+
 
 _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     int: _int,
@@ -260,12 +273,21 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     np.floor: math.floor,
     np.trunc: math.trunc,
     np.prod: math.prod,
+    np.minimum: torch.sym_min,
+    np.maximum: torch.sym_max,
+    **dict.fromkeys((np.round, np.rint, np.around), round),
     **dict.fromkeys((math.sqrt, np.sqrt), lambda value: value**0.5),
-    **dict.fromkeys((math.log, np.log), _of(torch.log)),
-    **dict.fromkeys((math.log2, np.log2), _of(torch.log2)),
-    **dict.fromkeys((math.log10, np.log10), _of(torch.log10)),
-    **dict.fromkeys((math.log1p, np.log1p), _of(torch.log1p)),
-    **dict.fromkeys((math.exp, np.exp), _of(torch.exp)),
+    math.isqrt: lambda value: _int(value**0.5),
+    **{
+        getattr(module, name): _of(function)
+        for name, function in _UNARY.items()
+        for module in (math, np)
+        if hasattr(module, name)
+    },
+    math.log: _log,
+    **dict.fromkeys((math.atan2, np.arctan2), _of_two(torch.atan2)),
+    **dict.fromkeys((math.fmod, np.fmod), _of_two(torch.fmod)),
+    **dict.fromkeys((math.hypot, np.hypot), _of_two(_hypotenuse)),
     torch.tensor: _tensor,
     torch.Tensor: _of_type(None),
     torch.FloatTensor: _of_type(torch.float32),
@@ -275,3 +297,8 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch.cat: _cat,
     torch.stack: _stack,
 }
+
+_NAMES = frozenset(one.__name__ for one in (*_OF_ONE, *_INSTEAD)) | {"around", "round"}
+"""The last names of the functions whose calls are rewritten."""
+
+_LINE = re.compile(rf"\b({'|'.join(sorted(_NAMES))})\(")

@@ -32,8 +32,17 @@ from gradfuse.export import (
     recurrences,
     splits,
     standins,
+    windows,
 )
-from gradfuse.export.decompositions import backward, complex_numbers, forward, in_float32, in_float64, logarithms
+from gradfuse.export.decompositions import (
+    backward,
+    complex_numbers,
+    elementwise,
+    forward,
+    in_float32,
+    in_float64,
+    logarithms,
+)
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.packed_sequences import padded
@@ -238,6 +247,7 @@ def decomposed(
     table.update(complex_numbers.table(table))
     for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)
+    table.update(elementwise.by_sizes())
     layouts.copy_where_needed(program)
     logarithms.choose_sigmoids(program)
     try:
@@ -257,6 +267,7 @@ def decomposed(
             layouts.forget_layouts(program)
             promotion.cast_operands(program)
             promotion.bound_by_floats(program)
+            promotion.compute_sizes(program)
             promotion.divide_downwards(program)
             promotion.round_sizes(program)
             promotion.normalise_in_one_type(program)
@@ -312,7 +323,7 @@ class _Traced(nn.Module):
             scanned = contextlib.nullcontext() if native.differentiates else recurrences.scanned()
             packed = contextlib.nullcontext() if native.differentiates else padded()
             registered = gradient_hooks.Registered(native.hooks, len(used) + len(step.differentiated))
-            with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), answered, packed:
+            with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), windows.sized(), answered, packed:
                 with registered if native.hooks else contextlib.nullcontext():
                     results = step.apply(
                         state, list(map(Tensor.clone, inputs)), list(map(Tensor.clone, targets)), watch

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfuse import _torch_private as private
+
 aten = torch.ops.aten
 
 
@@ -25,6 +27,11 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.copysign.Scalar: copysign,
         aten.frexp.Tensor: frexp,
     }
+
+
+def by_sizes() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions of operators with numbers that follow from sizes, by overload."""
+    return {aten.hardtanh.default: hardtanh, aten.pow.Tensor_Scalar: power}
 
 
 def add(self: Tensor, other: Any, *, alpha: Any = 1) -> Any:
@@ -59,6 +66,21 @@ def fmax(self: Tensor, other: Tensor) -> Tensor:
 def fmin(self: Tensor, other: Tensor) -> Tensor:
     """aten::fmin, likewise."""
     return torch.where((self <= other) | other.isnan(), self, other)
+
+
+def hardtanh(self: Tensor, min_val: Any = -1, max_val: Any = 1) -> Any:
+    """aten::hardtanh between numbers that follow from sizes: at a bound it has no gradient."""
+    if not private.is_symbolic(min_val) and not private.is_symbolic(max_val):
+        return NotImplemented
+    least, most = (torch.scalar_tensor(bound, dtype=self.dtype) for bound in (min_val, max_val))
+    return torch.where(self <= least, least, torch.where(self >= most, most, self))
+
+
+def power(self: Tensor, exponent: Any) -> Any:
+    """aten::pow with an exponent that follows from sizes."""
+    if not private.is_symbolic(exponent):
+        return NotImplemented
+    return self.pow(torch.scalar_tensor(exponent, dtype=self.dtype))
 
 
 def signbit(self: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfuse import _torch_private as private
 from gradfuse.export.decompositions import special
 
 aten = torch.ops.aten
@@ -45,7 +46,8 @@ def table(others: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., A
 
 def _of_float64(function: Callable[..., Any], other: Callable[..., Any] | None) -> Callable[..., Any]:
     def decompose(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.dtype == torch.float64:
+        # Nor does ONNX take numbers that follow from sizes.
+        if self.dtype == torch.float64 or any(map(private.is_symbolic, (*args, *kwargs.values()))):
             return function(self, *args, **kwargs)
         return NotImplemented if other is None else other(self, *args, **kwargs)
 
