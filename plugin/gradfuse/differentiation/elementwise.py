@@ -124,6 +124,15 @@ def extreme(call: Call) -> Iterator[Gradient]:
     if len(call.x) == 1:
         yield dy
         return
+    if len(call.x) == 2:
+        # As PyTorch has it, with NaN too. The result is not compared: a runtime may have rounded it, and not these.
+        first, second = call.x
+        assert first is not None and second is not None
+        comparison = "Less" if call.node.op_type == "Max" else "Greater"
+        zero, shared = call.tape.constant(0.0, dy.dtype), first.equals(second).where(dy * 0.5, dy)
+        yield lambda: first.op(comparison, second).where(zero, shared)
+        yield lambda: second.op(comparison, first).where(zero, shared)
+        return
     hits = [x.equals(y).cast(dy.dtype) for x in call.x if x is not None]
     share = dy / call.tape.op("Sum", *hits)
     for hit in hits:

@@ -247,7 +247,7 @@ def decomposed(
     table.update(complex_numbers.table(table))
     for operator in (*standins.KEPT, *(batch_norms.KEPT if batch_norm else ())):
         table.pop(operator, None)
-    table.update(elementwise.by_sizes())
+    table.update(elementwise.by_sizes(table))
     layouts.copy_where_needed(program)
     logarithms.choose_sigmoids(program)
     try:

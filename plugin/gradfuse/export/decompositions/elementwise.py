@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,9 +29,23 @@ def table() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def by_sizes() -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions of operators with numbers that follow from sizes, by overload."""
-    return {aten.hardtanh.default: hardtanh, aten.pow.Tensor_Scalar: power}
+def by_sizes(others: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions of operators with numbers that follow from sizes, by overload.
+
+    Args:
+        others: those of the same operators with other numbers.
+    """
+    functions: dict[Any, Callable[..., Any]] = {aten.hardtanh.default: hardtanh, aten.pow.Tensor_Scalar: power}
+    return {overload: _of_symbols(function, others.get(overload)) for overload, function in functions.items()}
+
+
+def _of_symbols(function: Callable[..., Any], other: Callable[..., Any] | None) -> Callable[..., Any]:
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        if any(map(private.is_symbolic, (*args, *kwargs.values()))):
+            return function(*args, **kwargs)
+        return NotImplemented if other is None else other(*args, **kwargs)
+
+    return decompose
 
 
 def add(self: Tensor, other: Any, *, alpha: Any = 1) -> Any:
@@ -70,16 +84,12 @@ def fmin(self: Tensor, other: Tensor) -> Tensor:
 
 def hardtanh(self: Tensor, min_val: Any = -1, max_val: Any = 1) -> Any:
     """aten::hardtanh between numbers that follow from sizes: at a bound it has no gradient."""
-    if not private.is_symbolic(min_val) and not private.is_symbolic(max_val):
-        return NotImplemented
     least, most = (torch.scalar_tensor(bound, dtype=self.dtype) for bound in (min_val, max_val))
     return torch.where(self <= least, least, torch.where(self >= most, most, self))
 
 
 def power(self: Tensor, exponent: Any) -> Any:
     """aten::pow with an exponent that follows from sizes."""
-    if not private.is_symbolic(exponent):
-        return NotImplemented
     return self.pow(torch.scalar_tensor(exponent, dtype=self.dtype))
 
 
