@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +29,9 @@ def _batch(items: int) -> tuple[tuple[Tensor], tuple[Tensor]]:
     return (torch.randn(items, 4),), (torch.randn(items, 3),)
 
 
-def _exported(width: int, **settings: Any) -> TrainingStep:
+def _exported(module: nn.Module, **settings: Any) -> TrainingStep:
     return export_training_step(
-        _module(width), F.mse_loss, _batch(5), dynamic_shapes=SHAPES, fuse=False, verify="quick", **settings
+        module, F.mse_loss, _batch(5), dynamic_shapes=SHAPES, fuse=False, verify="quick", **settings
     )
 
 
@@ -45,10 +46,11 @@ def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 def test_threads_export_at_the_same_time() -> None:
+    modules = {width: _module(width) for width in (2, 3)}
     steps: dict[int, TrainingStep] = {}
 
     def export(width: int) -> None:
-        steps[width] = _exported(width)
+        steps[width] = _exported(modules[width])
 
     threads = [threading.Thread(target=export, args=(width,)) for width in (2, 3)]
     for one in threads:
@@ -56,25 +58,25 @@ def test_threads_export_at_the_same_time() -> None:
     for one in threads:
         one.join()
     for width in (2, 3):
-        assert_like_torch(steps[width], _module(width), F.mse_loss, _batch(7))
+        assert_like_torch(steps[width], modules[width], F.mse_loss, _batch(7))
 
 
 def test_sessions_train_and_threads_compute_while_a_step_is_exported() -> None:
-    session = TrainingSession(_exported(2))
+    session = TrainingSession(_exported(_module(2)))
     (x,), (y,) = _batch(7)
     losses: list[float] = []
 
     def progress(part: str, done: int, parts: int) -> None:
         losses.append(_in_thread(lambda: session.step(x.numpy(), y.numpy())))
 
-    _exported(3, progress=progress)
+    _exported(_module(3), progress=progress)
     assert len(losses) > 3
 
 
 def test_an_export_that_fails_lets_others_begin() -> None:
     with pytest.raises(ExportError, match="loss is None, and the batch has targets"):
         export_training_step(_module(2), None, _batch(5))
-    assert_like_torch(_in_thread(lambda: _exported(2)), _module(2), F.mse_loss, _batch(7))
+    assert_like_torch(_in_thread(lambda: _exported(_module(2))), _module(2), F.mse_loss, _batch(7))
 
 
 def test_a_function_that_is_told_of_progress_exports_too() -> None:
@@ -82,11 +84,27 @@ def test_a_function_that_is_told_of_progress_exports_too() -> None:
 
     def progress(part: str, done: int, parts: int) -> None:
         if not inner:
-            inner.append(_exported(3))
+            inner.append(_exported(_module(3)))
 
-    outer = _exported(2, progress=progress)
+    outer = _exported(_module(2), progress=progress)
     for width, step in ((2, outer), (3, inner[0])):
         assert_like_torch(step, _module(width), F.mse_loss, _batch(7))
+
+
+def test_a_thread_that_begins_while_another_traces_waits() -> None:
+    module, steps = _module(2), list[TrainingStep]()
+
+    def export() -> None:
+        end = time.monotonic() + SECONDS
+        while not torch.compiler.is_exporting() and time.monotonic() < end:
+            time.sleep(0.001)
+        steps.append(_exported(module))
+
+    thread = threading.Thread(target=export, daemon=True)
+    thread.start()
+    _exported(_module(3))
+    thread.join(SECONDS)
+    assert_like_torch(steps[0], module, F.mse_loss, _batch(7))
 
 
 class _Exporting(nn.Module):
@@ -96,7 +114,7 @@ class _Exporting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
-            _exported(2)
+            _exported(_module(2))
         return self.layer(x)  # type: ignore[no-any-return]
 
 

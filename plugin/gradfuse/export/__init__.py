@@ -171,8 +171,6 @@ def export_training_step(
         raise refusal(f"autocast is {autocast}; expected torch.float16, torch.bfloat16 or None")
     if verify not in ("full", "quick"):
         raise refusal(f"verify is {verify!r}; expected 'full' or 'quick'")
-    if torch.compiler.is_exporting():
-        raise refusal("a step is exported while another is traced; expected no export in its module or loss")
     if not verifying.has_onnxruntime():
         warnings.warn(f"{WHO}: onnxruntime is not installed, so the model was not compared with PyTorch", stacklevel=2)
 
@@ -196,6 +194,8 @@ def export_training_step(
     # Tensors made in inference mode take no gradients.
     usual = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
     with _ALONE, mistakes_named(), bar as parts, spared as save_memory, once, usual, spilling.shelf() as shelf:
+        if torch.compiler.is_exporting():
+            raise refusal("a step is exported while another is traced; expected no export in its module or loss")
         step = TorchStep.of(module, loss, batch, describe, autocast, input_gradients, at_run_time)
         shapes = DynamicShapes.of(dynamic_shapes, step)
         # What is computed for multiples as well must be seen.
