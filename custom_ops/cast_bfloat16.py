@@ -24,7 +24,7 @@ def _infer(call: Call) -> list[Tensor]:
     return [Tensor(dtype, shape)]
 
 
-def _torch_outputs(self: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _torch_outputs(self: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
     import torch
 
     return (self.new_empty(self.shape, dtype=torch.float if self.dtype == torch.bfloat16 else torch.bfloat16),)

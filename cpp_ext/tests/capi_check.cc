@@ -97,16 +97,17 @@ class Placed {
     tensor_ = nullptr;
   }
 
-  // The values of a tensor of floats; what lies between them must not have changed.
+  // The values of a tensor of float or bfloat16; what lies between them must not have changed.
   std::vector<float> Read() const {
     std::vector<char> now(host_.size());
     EXPECT(aclrtMemcpy(now.data(), now.size(), memory_, now.size(), ACL_MEMCPY_DEVICE_TO_HOST) == ACL_SUCCESS);
     std::vector<float> values(static_cast<size_t>(Count(dims_)));
     std::vector<char> gaps = now;
     for (size_t i = 0; i < values.size(); ++i) {
-      const size_t at = static_cast<size_t>(At(static_cast<int64_t>(i))) * sizeof(float);
-      std::memcpy(&values[i], &now[at], sizeof(float));
-      std::memcpy(&gaps[at], &host_[at], sizeof(float));
+      const size_t at = static_cast<size_t>(At(static_cast<int64_t>(i))) * Size();
+      // A bfloat16 is the upper half of a float.
+      std::memcpy(reinterpret_cast<char*>(&values[i]) + sizeof(float) - Size(), &now[at], Size());
+      std::memcpy(&gaps[at], &host_[at], Size());
     }
     EXPECT(gaps == host_);
     return values;
@@ -117,6 +118,7 @@ class Placed {
     switch (type_) {
       case ACL_BOOL:
       case ACL_UINT8: return 1;
+      case ACL_BF16: return 2;
       case ACL_FLOAT:
       case ACL_INT32: return 4;
       default: return 8;
@@ -139,6 +141,7 @@ class Placed {
       case ACL_BOOL: *place = value > 0.5; break;
       case ACL_UINT8: *place = static_cast<char>(static_cast<uint8_t>(value)); break;
       case ACL_FLOAT: std::memcpy(place, &number, sizeof number); break;
+      case ACL_BF16: std::memcpy(place, reinterpret_cast<const char*>(&number) + 2, 2); break;
       case ACL_INT32: std::memcpy(place, &narrow, sizeof narrow); break;
       default: std::memcpy(place, &wide, sizeof wide); break;
     }

@@ -177,7 +177,10 @@ def test_tensors_that_are_missing_or_on_other_devices_are_refused(operator: Oper
         if value is None:
             continue
         if not described.optional:
-            with pytest.raises(gradfuse.ArgumentError, match=rf": {described.name} is None; expected a tensor$"):
+            # Without any tensor PyTorch's dispatcher looks for no kernel.
+            error: type[Exception] = gradfuse.ArgumentError if len(inputs) > 1 else NotImplementedError
+            message = rf": {described.name} is None; expected a tensor$|no tensor arguments"
+            with pytest.raises(error, match=message):
                 op(*inputs[:index], None, *inputs[index + 1 :], **attributes)
         if index > 0 and described.type != "L":
             with pytest.raises(

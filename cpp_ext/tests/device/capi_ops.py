@@ -17,6 +17,7 @@ from cases import cases
 HEADERS = Path(__file__).resolve().parents[2] / "capi" / "include" / "aclnnop"
 TYPES = {
     "float32": "ACL_FLOAT",
+    "bfloat16": "ACL_BF16",
     "int32": "ACL_INT32",
     "int64": "ACL_INT64",
     "bool": "ACL_BOOL",

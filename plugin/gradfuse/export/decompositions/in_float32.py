@@ -31,13 +31,12 @@ def table(others: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., A
     Args:
         others: those of the same operators in other types.
     """
-    overloads = [
-        getattr(packet, name) for packet in (getattr(aten, one) for one in _NAMES) for name in packet.overloads()
-    ]
+    packets = [getattr(aten, name) for name in _NAMES]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads() if "out" not in name]
     return {
         overload: _rounded_once(overload, others.get(overload))
         for overload in overloads
-        if not private.is_mutable(overload) and "out" not in overload._overloadname
+        if not private.is_mutable(overload)
     }
 
 
