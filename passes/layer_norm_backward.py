@@ -383,6 +383,9 @@ def _parts_of_groups(site: Site, root: ir.Value) -> Iterator[tuple[_Parts, int]]
     read = dict.fromkeys(v for node in found.values() for v in normalizing.operands(site, node) or () if v is not None)
     wholes = [v for v in read if is_wide(v) and (v not in found or found[v].op_type in normalizing.VIEWS)]
     whole = site.extents(root)
+    rows = {k: [v for v in found if _is_of_rows(site, v, root, k)] for k in range(1, len(whole) - 1)}
+    if not any(rows.values()):
+        return
     for channel, (gradient, x) in itertools.product(range(2, len(whole)), itertools.permutations(wholes, 2)):
         channels = [*whole[:channel], *(UNIT for _ in whole[channel:])]
         stops = [*_viewed(site, gradient), *_viewed(site, x)]
@@ -396,8 +399,7 @@ def _parts_of_groups(site: Site, root: ir.Value) -> Iterator[tuple[_Parts, int]]
                 fits = known and all(size in (UNIT, n) for size, n in zip(site.extents(value), channels, strict=True))
                 return fits or is_of_rows(value)
 
-            rows = [value for value in found if is_of_rows(value)]
-            for mean in (value for value in rows if not normalizing.is_made_of(site, value, stops[0])):
+            for mean in (value for value in rows[first] if not normalizing.is_made_of(site, value, stops[0])):
                 try:
                     vectors = normalizing.vectors(site, root, [*stops, *_viewed(site, mean)], is_vector)
                 except Mismatch:

@@ -278,10 +278,13 @@ class Site:
                 own = self.forms.regrouped(form, sizes).poly
         except (Opaque, TooComplex):
             return None
-        if own == poly:
+        if own.terms == poly.terms:
             return 1.0
         ratio = self.algebra.ratio(own, poly)
-        return None if ratio is None else ratio.constant
+        factor = None if ratio is None else ratio.constant
+        # What counts as equal may be 1e-5 off, as by an epsilon beside 1, which is more than a rounding.
+        is_same = own == poly and (factor is None or abs(factor - 1.0) <= TOLERANCE[ir.DataType.FLOAT])
+        return 1.0 if is_same else factor
 
     def _index_key(self, poly: Poly) -> tuple[frozenset[object], object]:
         """What values that are multiples of each other have in common, however their dimensions are grouped."""
