@@ -33,10 +33,7 @@ def _torch_outputs(self: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
 OPERATOR = Operator(
     name="CastBfloat16",
     stem="cast_bfloat16",
-    doc=(
-        "Casts float32 to bfloat16, rounded to the nearest, ties to even, or bfloat16 to float32. onnxruntime's Cast "
-        "does so for one number at a time, in one thread."
-    ),
+    doc="Casts float32 to bfloat16, rounded to the nearest, ties to even, or bfloat16 to float32.",
     summary="(a cast between float32 and bfloat16)",
     counterpart="`aten::_to_copy`",
     inputs=(Input("self", "T", "Numbers, rank 0 to 8."),),

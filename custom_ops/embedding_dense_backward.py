@@ -101,7 +101,7 @@ def _body(variant: Variant) -> str:
         spread = Expand(place_column, row_shape)
         result_shape = Concat<axis=0>(number_wide, columns)
         empty = Expand(zero_real, result_shape)
-        sums = ScatterElements<axis=0, reduction="add">(empty, spread, kept)
+        [index_out_of_range] sums = ScatterElements<axis=0, reduction="add">(empty, spread, kept)
         {_SCALE if "scaled" in variant.choices else "result = Identity(sums)"}
         grad_weight = CastLike(result, grad_output)
     """

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gradfuse import _torch_private as private
+from gradfuse.export.rounding import NARROW
 
 aten = torch.ops.aten
 
-NARROW = (torch.float16, torch.bfloat16)
 _NAMES = """
     addcdiv addcmul binary_cross_entropy_with_logits celu elu exp2 hardshrink hardsigmoid hardswish huber_loss lerp
     linalg_vector_norm log10 log2 log_sigmoid_forward logit logsumexp mish mse_loss native_group_norm norm pow prod
