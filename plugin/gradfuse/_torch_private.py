@@ -1079,6 +1079,32 @@ def when_sizes_are_asked_for(note: Callable[[Any], None]) -> Iterator[None]:
         SLoc.__init__ = original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def when_a_condition_is_decided(note: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call a function with a condition on sizes and what knows its symbols, whenever the traced code decides by one.
+
+    Those are among them that torch.export takes for granted, as it traces sizes from 2 on.
+    """
+    from torch.fx.experimental import symbolic_shapes
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    original = ShapeEnv.evaluate_expr
+
+    def evaluate_expr(self: ShapeEnv, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, orig_expr, *args, **kwargs)
+        if getattr(orig_expr, "is_Relational", False) or getattr(orig_expr, "is_Boolean", False):
+            note(orig_expr, self)
+        return result
+
+    # Else torch would take this module for what asks.
+    evaluate_expr.__code__ = evaluate_expr.__code__.replace(co_filename=symbolic_shapes.__file__)
+    ShapeEnv.evaluate_expr = evaluate_expr  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShapeEnv.evaluate_expr = original  # type: ignore[method-assign]
+
+
 @dataclasses.dataclass(frozen=True)
 class SizeCondition:
     """What tracing took to be so of the sizes of inputs, as it is in the example.

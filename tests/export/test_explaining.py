@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from training_models import autograd, run
 
-from gradfuse import ExportError, TrainingStep, export_training_step
+from gradfuse import ExportError, ModelError, TrainingSession, TrainingStep, export_training_step
 from gradfuse.testing import assert_gradients_close
 
 DYNAMIC = ({0: "batch"},), ({0: "batch"},)
@@ -288,19 +288,29 @@ def _checked(x: Tensor) -> Tensor:
     return x
 
 
+def _of_one(x: Tensor) -> Tensor:
+    return x * 2.0 if x.shape[1] == 1 else x
+
+
+def _of_several(x: Tensor) -> Tensor:
+    return x / x.std(1, keepdim=True) if x.size(1) >= 2 else x
+
+
 @pytest.mark.parametrize(
     "function, text",
     [
         (_at_most_512, "axis 1 of 'x' is taken to be at most 512"),
         (_one_block, "axis 1 of 'x' is taken to be at most 256"),
-        (_first, "axis 1 of 'x' is taken to be at most 19"),
-        (_last, "axis 1 of 'x' is taken to be at most 19"),
+        (_first, "axis 1 of 'x' is taken to be at most 20"),
+        (_last, "axis 1 of 'x' is taken to be at most 20"),
         (_long, "axis 1 of 'x' is taken to be at least 5"),
         (_chunked, "axis 1 of 'x' is taken to be at least 7 and at most 12"),
         (_odd, "(size % 3) != 0 is taken to hold for axis 1 of 'x'"),
         (_special, "size != 9 is taken to hold for axis 1 of 'x'"),
         (_longer, "x.shape[1] > x.shape[0] is taken to hold"),
         (_checked, "axis 1 of 'x' is taken to be at most 100"),
+        (_of_one, "axis 1 of 'x' is taken to be at least 2"),
+        (_of_several, "axis 1 of 'x' is taken to be at least 2"),
     ],
 )
 @pytest.mark.sampled(every=3)
@@ -313,6 +323,55 @@ def test_sizes_that_are_taken_to_be_in_a_range_are_told(function: Callable[[Tens
         f"export_training_step: {text}, as in this batch, since {function.__name__} (test_explaining.py:{first + 1}) "
         "asks for it"
     )
+
+
+def _in_two(x: Tensor) -> Tensor:
+    first, last, *_ = torch.split(x, x.shape[1] // 2, 1)
+    return torch.cat([first, last * 2.0], 1)
+
+
+@pytest.mark.parametrize(
+    "function, fits",
+    [
+        (_at_most_512, lambda size: size <= 512),
+        (_one_block, lambda size: size <= 256),
+        (_first, lambda size: size <= 20),
+        (_last, lambda size: size <= 20),
+        (_long, lambda size: size >= 5),
+        (_chunked, lambda size: 7 <= size <= 12),
+        (_odd, lambda size: size % 3),
+        (_special, lambda size: size != 9),
+        (_longer, lambda size: size > 3),
+        (_checked, lambda size: size <= 100),
+        (_in_two, lambda size: size % 2 == 0),
+        (_of_one, lambda size: size > 1),
+        (_of_several, lambda size: size > 1),
+    ],
+)
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.sampled(every=3)
+def test_a_batch_of_other_sizes_gives_what_torch_gives_or_an_error(
+    function: Callable[[Tensor], Tensor], fits: Callable[[int], bool], fuse: bool
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        step = _exported_of_sizes(function, optimizer=True, fuse=fuse)
+    session = TrainingSession(step)
+    module, target = OfSizes(function), torch.arange(3)
+    for size in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 20, 21, 100, 101, 256, 257, 512, 513):
+        x, before = torch.randn(3, size, 6), session.state_dict()
+        if fits(size):
+            module.load_state_dict({name: torch.from_numpy(value) for name, value in before.items()})
+            output = module(x)
+            rounding = 64 * np.finfo(np.float32).eps * max(1.0, output.abs().max().item())
+            assert np.abs(session.evaluate(x) - output.detach().numpy()).max() <= rounding
+            assert abs(session.step(x, target) - F.cross_entropy(output, target).item()) <= rounding
+        else:
+            for call in (lambda x=x: session.evaluate(x), lambda x=x: session.step(x, target)):
+                with pytest.raises(ModelError, match=r"out of range, expected .*(at (least|most) \d+|size|x.shape)"):
+                    call()
+            for name, value in session.state_dict().items():
+                np.testing.assert_array_equal(value, before[name])
 
 
 def _at_most(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -587,6 +588,14 @@ def test_when_sizes_are_asked_for() -> None:
             program = _traced(lambda x: x + (1 if x.shape[0] > 70 else 2))
         (found,) = private.conditions_on_sizes(program)
         assert any(one is found.location for one in noted)
+
+
+def test_when_a_condition_is_decided() -> None:
+    with needed("ShapeEnv.evaluate_expr", "see that code treats a size of 1 specially"):
+        noted: list[Any] = []
+        with private.when_a_condition_is_decided(lambda condition, _: noted.append(str(condition))):
+            _traced(lambda x: x + (1 if x.shape[0] == 1 else 2))
+        assert any(re.fullmatch(r"Eq\(s\d+, 1\)", one) for one in noted)
 
 
 def test_version() -> None:

@@ -49,7 +49,7 @@ from gradfuse.models.memory import collection_paused
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
 from gradfuse.optimizers import averaging, described, loss_scaling
 from gradfuse.passes.recompute import parse_budget
-from gradfuse.training import index_checks, names, optimizers
+from gradfuse.training import batch_checks, names, optimizers
 from gradfuse.training.budget import within_budget
 from gradfuse.training.rules import StateType
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
@@ -443,7 +443,7 @@ def _built(
     graph.extend(tape.nodes)
     infer(work)
     of_batch = {value: str(value.name) for value in graph.inputs if value.name in {*batch, *targets}}
-    checks = index_checks.checks_of(_labels(graph, found_loss), of_batch)
+    checks = batch_checks.checks_of(_labels(graph, found_loss), of_batch)
     if criterion is not None and not isinstance(criterion, losses.Loss | _Sum):
         loss_models.require_scalar(result, graph.outputs)
     extra = {name: list(graph.outputs)[place] for name, place in places.items()}
@@ -507,7 +507,7 @@ def _built(
         check_gradients(work, evaluation, values, {**buffers, **held, **scaled}, None if check is True else check)
     if description is not None:
         optimizers.append(work, description, {*batch, *targets}, fuse=fuse)
-    index_checks.append(work, checks, free_prefix(work.graph, "index_checks/")[:-1])
+    batch_checks.append(work, checks, free_prefix(work.graph, "checks/")[:-1])
     step = TrainingStep(
         model=to_mapped_proto(work),
         parameters=values,
@@ -520,7 +520,7 @@ def _built(
         constants={},
         state_dict_names={name: name for name in (*values, *buffers, *held)},
         evaluation_model=_evaluation(evaluation, [*parameters, *(name for name in buffers if name not in seeds)]),
-        index_ranges=index_checks.ranges_of(checks),
+        index_ranges=batch_checks.ranges_of(checks),
         output_names=(*extra, *(f"{value.name}{GRADIENT_SUFFIX}" for value in wanted)),
         nesting={} if found_loss.nesting is None else {"targets": found_loss.nesting},
         frozen=held,
@@ -719,7 +719,7 @@ def _loss_of_output(
     return result, list(free.values())
 
 
-def _labels(graph: ir.Graph, loss: _Found) -> list[index_checks.Index]:
+def _labels(graph: ir.Graph, loss: _Found) -> list[batch_checks.Index]:
     """Return the labels that losses in a graph take."""
     found = []
     for node in graph:
@@ -732,12 +732,12 @@ def _labels(graph: ir.Graph, loss: _Found) -> list[index_checks.Index]:
         if isinstance(criterion, losses.CrossEntropyLoss) and criterion.label_smoothing:
             (label,) = (value for value in graph.inputs if value.name == name)
             found.append((output, label, criterion.ignore_index))
-    return [index_checks.Index(labels, _classes(scores), ignored) for scores, labels, ignored in found]
+    return [batch_checks.Index(labels, _classes(scores), ignored) for scores, labels, ignored in found]
 
 
-def _classes(scores: ir.Value) -> int | index_checks.SizeOf:
+def _classes(scores: ir.Value) -> int | batch_checks.SizeOf:
     size = None if scores.shape is None else scores.shape[1]
-    return size if isinstance(size, int) else index_checks.SizeOf(str(scores.name), 1)
+    return size if isinstance(size, int) else batch_checks.SizeOf(str(scores.name), 1)
 
 
 _GIVES = {

@@ -271,7 +271,7 @@ def _exported(
     from gradfuse.export.torch_step import TRIED_SEED, FrozenChangedError, undisturbed
     from gradfuse.models.scatters import replace_scatter_nd
     from gradfuse.models.tensors import copy_model
-    from gradfuse.training import index_checks
+    from gradfuse.training import batch_checks
     from gradfuse.training.names import finished
     from gradfuse.training.optimizers import LOSS_SCALE
     from gradfuse.training.step import GRADIENT_SUFFIX, TrainingStep
@@ -314,8 +314,8 @@ def _exported(
         del program
         names = (*order, *step.batch, *((LOSS_SCALE,) if step.scales_loss else ()))
         batch = {value: name for value, name in zip(translated.graph.inputs, names, strict=True) if name in step.batch}
-        checks = index_checks.checks_of(indices.taken_out(translated), batch)
-        normalised = index_checks.normalised_of(translated, batch)
+        checks = batch_checks.checks_of(indices.taken_out(translated), batch)
+        normalised = batch_checks.normalised_of(translated, batch)
         if returned:
             translated, module = watching.divided(translated, returned)
             shared = module, names
@@ -386,7 +386,8 @@ def _exported(
         narrow_types.widen_bfloat16(complete, fuse=fuse)
         if fuse:
             narrow_types.cast_by_vectors(complete)
-    index_checks.append(complete, checks, free_prefix(complete.graph, "index_checks/")[:-1], normalised)
+    prefix = free_prefix(complete.graph, "checks/")[:-1]
+    batch_checks.append(complete, checks, prefix, normalised, sizes.conditions)
     constants = [name for name in step.state if name not in free]
     exported_step = TrainingStep(
         model=ir.to_proto(complete),
@@ -402,7 +403,7 @@ def _exported(
         state_dict_names=step.state_dict_names,
         evaluation_model=evaluating,
         nesting={"inputs": step.given_inputs.nesting, "targets": step.given_targets.nesting},
-        index_ranges=index_checks.ranges_of(checks),
+        index_ranges=batch_checks.ranges_of(checks),
         output_names=(*native.outputs, *(name + GRADIENT_SUFFIX for name in step.differentiated)),
     )
     return finished(exported_step, step.aside), checkpointed

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 
 from gradfuse import _torch_private as private
 from gradfuse.checking.condensing import condensed
+from gradfuse.differentiation.differentiate import free_prefix
 from gradfuse.errors import ExportError
 from gradfuse.export import (
     branches,
@@ -44,6 +45,7 @@ from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.verifying import Opened, Truth
 from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.models.scatters import replace_scatter_nd
+from gradfuse.training import batch_checks
 from gradfuse.training.step import DROPOUT_SEED
 
 
@@ -105,8 +107,10 @@ def evaluation_model(
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error
+    conditions = sizes.conditions
     if program is not None:
-        shared = _translated(step, shapes, sizes, program, inside), (*step.state, *step.input_names)
+        conditions = sizes.warn(step, program, shapes)
+        shared = _translated(step, program, inside), (*step.state, *step.input_names)
     assert shared is not None
     model, names = shared
     free = [name for name in step.state if name in (*step.trainable, *changed, *step.frozen_inputs)]
@@ -128,6 +132,7 @@ def evaluation_model(
     truth.compare_in_float64(model, "evaluation")
     others = sizes.others if program is None else OtherSizes.of(step, program, shapes, (*step.state, *step.input_names))
     comparing_sizes.compare(truth, model, opened, others, shapes, "evaluation")
+    batch_checks.append_to_evaluation(model, conditions, free_prefix(model.graph, "checks/")[:-1])
     proto: onnx.ModelProto = ir.to_proto(model)
     return proto
 
@@ -157,10 +162,7 @@ def _traced(
     return program
 
 
-def _translated(
-    step: TorchStep, shapes: DynamicShapes, sizes: explaining.Sizes, program: ExportedProgram, inside: bool
-) -> ir.Model:
-    sizes.warn(step, program, shapes)
+def _translated(step: TorchStep, program: ExportedProgram, inside: bool) -> ir.Model:
     narrow = step.is_for_narrow_device
     program = tracing.decomposed(program, fuse=False, batch_norm=False, narrow=narrow, differentiates=inside)
     if DROPOUT_SEED in step.state:

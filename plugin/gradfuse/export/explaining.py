@@ -6,6 +6,7 @@ Torch's messages are for its own developers: log settings, graphs, frames of its
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -27,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError, cut, one_line
 from gradfuse.export.reporting import WHO
+from gradfuse.export.size_terms import term_of
+from gradfuse.training.batch_checks import SizeCondition, SizeOf, Term
 
 if TYPE_CHECKING:
     from gradfuse.export.dynamic_shapes import DynamicShapes
@@ -63,7 +66,8 @@ _CONSTANT = re.compile(
 )
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 _AXIS = re.compile(r"L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
-_SLICING = ("_compute_slice_index", "split")
+_SLICE = "_compute_slice_index"
+_SLICING = (_SLICE, "split")
 """Functions of torch whose conditions on sizes are attributed to the code that calls them."""
 _OPERATORS = os.path.join("torch", "_ops.py")
 """Where operators in C++ are called, which ask for remainders of sizes to compute something else, or to raise."""
@@ -189,17 +193,21 @@ class Sizes:
         lines: where they are made constants or decide, as functions and lines.
         made_general: whether a step was traced so.
         others: sizes at which a step is compared with PyTorch, too.
+        conditions: on sizes; a step that was traced is right where they hold.
     """
 
     def __init__(self, *, general: bool = True) -> None:
         self.general = general
         self.made_general = False
         self.others: list[OtherSizes] = []
+        self.conditions: list[SizeCondition] = []
         self.places: list[str] = []
         self.lines: list[tuple[CodeType, int]] = []
         # With the location itself, so that no other gets its id.
         self._asked: dict[int, tuple[Any, str]] = {}
         self._told: set[str] = set()
+        # By what knows its symbols, a condition that the user's code decides by -> the place.
+        self._decided: dict[int, tuple[Any, dict[Any, str]]] = {}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -215,7 +223,14 @@ class Sizes:
                 self._asked[id(location)] = location, text_of(*where)
                 self.lines.append(where)
 
-        with private.when_a_size_becomes_constant(note), private.when_sizes_are_asked_for(note_asked):
+        def note_decided(condition: Any, environment: Any) -> None:
+            _, places = self._decided.setdefault(id(environment), (environment, {}))
+            where = None if condition in places or not _is_decided_by_users() else current_line()
+            if where is not None:
+                places[condition] = text_of(*where)
+
+        watched = private.when_a_size_becomes_constant(note), private.when_sizes_are_asked_for(note_asked)
+        with watched[0], watched[1], private.when_a_condition_is_decided(note_decided):
             yield
 
     def explain(self, step: TorchStep, error: BaseException) -> str | None:
@@ -275,21 +290,47 @@ class Sizes:
                 if None not in axes.values():
                     yield condition, {symbol: axis for symbol, axis in axes.items() if axis is not None}
 
-    def warn(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> None:
-        """Warn the user of what was assumed of sizes from the batch, because code tests it."""
+    def _of_several(
+        self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes
+    ) -> Iterator[tuple[_Assumption, str]]:
+        """Yield what holds of sizes from 2 on, for which torch.export traces, but not of 1, and the place of it."""
+        environment = private.shape_environment(program)
+        _, places = self._decided.get(id(environment), (None, {}))
+        for expression, place in places.items():
+            found = {str(one): private.sources_of(environment, one)[:1] for one in expression.free_symbols}
+            axes = {symbol: _axis(step, source) for symbol, sources in found.items() for source in sources}
+            if not axes or len(axes) < len(found) or None in axes.values():
+                continue
+            condition = private.SizeCondition({}, expression, None, "", 0, "")
+            given = {symbol: step.batch[axis[0]].shape[axis[1]] for symbol, axis in axes.items() if axis}
+            labels = {symbol: axis and shapes.names.get(axis[0], {}).get(axis[1]) for symbol, axis in axes.items()}
+            for label in dict.fromkeys(labels.values()):
+                same = [symbol for symbol, one in labels.items() if one == label]
+                at = {size: condition.holds(given | dict.fromkeys(same, size)) for size in (1, *_SOME)}
+                axis = axes[same[0]]
+                if axis is not None and at.pop(1) not in at.values() and len({*at.values()}) == 1:
+                    yield _in_range(axis, _SMALLEST, None), place
+
+    def warn(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> list[SizeCondition]:
+        """Warn the user of what was assumed of sizes from the batch, because code tests it, and return that."""
         multiples = _multiples(step, program)
-        texts = list(multiples.values())
+        found = list(multiples.values())
         for condition, axes in self._conditions(step, program):
             _, place = self._asked.get(id(condition.location), (None, None))
             if place is None or any((axis, condition.line) in multiples for axis in axes.values()):
                 continue
-            text = _assumed(step, shapes, condition, axes)
-            if text is not None:
-                texts.append(f"{text}, as in this batch, since {place} asks for it")
-        for text in dict.fromkeys(texts):
+            assumed = _assumed(step, shapes, condition, axes)
+            if assumed is not None:
+                text = f"{assumed.text}, as in this batch, since {place} asks for it"
+                found.append(dataclasses.replace(assumed, text=text))
+        for assumed, place in self._of_several(step, program, shapes):
+            text = f"{assumed.text}, as in this batch, since {place} asks for it"
+            found.append(dataclasses.replace(assumed, text=text))
+        for text in dict.fromkeys(one.text for one in found):
             if text not in self._told:
                 self._told.add(text)
                 warnings.warn(f"{WHO}: {text}", stacklevel=5)
+        return [SizeCondition(one.term, one.wanted) for one in found if one.term is not None]
 
     def _text(self, name: str, axis: int, size: int) -> str:
         why = f", by {self.places[0]}" if self.places else ""
@@ -314,9 +355,21 @@ def _is_rare(condition: private.SizeCondition) -> bool:
     return others > 0 or (others == 0 and "==" in condition.text(dict.fromkeys(condition.sources, "size")))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Assumption:
+    """What was assumed of sizes: in a warning, as a term, and in the error where it does not hold.
+
+    The term is None where it cannot be computed from integers.
+    """
+
+    text: str
+    term: Term | None
+    wanted: str
+
+
 def _assumed(
     step: TorchStep, shapes: DynamicShapes, condition: private.SizeCondition, axes: Mapping[str, tuple[str, int]]
-) -> str | None:
+) -> _Assumption | None:
     """Return what a condition says about the axes of its symbols; None: nothing."""
     sizes = {symbol: step.batch[name].shape[axis] for symbol, (name, axis) in axes.items()}
     # Axes of one name have one size.
@@ -326,11 +379,12 @@ def _assumed(
     def holds(values: Sequence[int]) -> bool:
         return condition.holds({symbol: values[varied.index(label)] for symbol, label in labels.items()})
 
+    term = term_of(condition.expression, {symbol: SizeOf(name, axis) for symbol, (name, axis) in axes.items()})
     if len(varied) > 1:
         if all(map(holds, itertools.product(_SOME, repeat=len(varied)))):
             return None
         written = condition.text({symbol: f"{name}.shape[{axis}]" for symbol, (name, axis) in axes.items()})
-        return f"{written} is taken to hold"
+        return _Assumption(f"{written} is taken to hold", term, f"sizes out of range, expected {written}")
     name, axis = next(iter(axes.values()))
     written = condition.text(dict.fromkeys(axes, "size"))
     if "%" in written and (not holds([varied[0][1]]) or all(holds([size]) for size in (*range(2, _NEAR), *_SOME))):
@@ -339,28 +393,48 @@ def _assumed(
     found = None if "%" in written else _range(lambda size: holds([size]), varied[0][1])
     if found == (None, None):
         return None
+    wrong = f"axis {axis} of {name!r} out of range, expected"
     if found is None:
-        return f"{written} is taken to hold for axis {axis} of {name!r}"
+        return _Assumption(
+            f"{written} is taken to hold for axis {axis} of {name!r}", term, f"{wrong} a size for which {written}"
+        )
     least, most = found
-    words = [*([f"at least {least}"] if least else []), *([f"at most {most}"] if most else [])]
-    return f"axis {axis} of {name!r} is taken to be {' and '.join(words)}"
+    if condition.function == _SLICE:
+        # Up to its own end, a slice is all that there is.
+        least, most = least and least - 1, most and most + 1
+    return _in_range((name, axis), least, most)
+
+
+def _in_range(axis: tuple[str, int], least: int | None, most: int | None) -> _Assumption:
+    size, bounds = SizeOf(*axis), []
+    if least:
+        bounds.append((f"at least {least}", Term("GreaterOrEqual", (size, least))))
+    if most:
+        bounds.append((f"at most {most}", Term("LessOrEqual", (size, most))))
+    words = " and ".join(text for text, _ in bounds)
+    term = functools.reduce(lambda left, right: Term("And", (left, right)), (term for _, term in bounds))
+    named = f"axis {axis[1]} of {axis[0]!r}"
+    return _Assumption(f"{named} is taken to be {words}", term, f"{named} out of range, expected {words}")
 
 
 def _names(step: TorchStep, which: str) -> tuple[str, ...]:
     return step.input_names if which == "inputs" else step.target_names
 
 
-def _multiples(step: TorchStep, program: ExportedProgram) -> dict[tuple[tuple[str, int], int], str]:
-    """Return the axes that were assumed to be multiples of a number: (tensor and axis, line) -> the message."""
+def _multiples(step: TorchStep, program: ExportedProgram) -> dict[tuple[tuple[str, int], int], _Assumption]:
+    """Return what was assumed of axes, to be multiples of a number: by the tensor and axis, and the line."""
     found = {}
     for source, number, filename, line, function in private.assumed_multiples(program):
         axis = _axis(step, source)
         if axis is not None and is_users(filename):
             place = f"{function} ({os.path.basename(filename)}:{line})"
-            found[axis, line] = (
+            text = (
                 f"axis {axis[1]} of {axis[0]!r} is taken to be a multiple of {number}, as in this batch, since {place} "
                 "asks for it; pad other batches to one, or export with a batch that is not one"
             )
+            term = Term("Equal", (Term("Mod", (SizeOf(*axis), number)), 0))
+            wanted = f"axis {axis[1]} of {axis[0]!r} out of range, expected a multiple of {number}"
+            found[axis, line] = _Assumption(text, term, wanted)
     return found
 
 
@@ -570,6 +644,23 @@ def current_line() -> tuple[CodeType, int] | None:
             return None
         frame = frame.f_back
     return None
+
+
+_SYMBOLIC = (
+    os.path.join(os.path.dirname(torch.__file__), "__init__.py"),
+    os.path.join(os.path.dirname(torch.__file__), "fx") + os.sep,
+    private.__file__,
+    __file__,
+)
+"""Where symbolic sizes are made numbers and truth values."""
+
+
+def _is_decided_by_users() -> bool:
+    """Whether the user's code itself makes a condition on sizes a truth value, and no function that it calls."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLIC):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
 
 
 def names_here() -> tuple[str, ...]:

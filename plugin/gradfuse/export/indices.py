@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from gradfuse import _torch_private as private
 from gradfuse.export.translation import LOCAL_DOMAIN
-from gradfuse.training.index_checks import Index
+from gradfuse.training.batch_checks import Index
 
 aten = torch.ops.aten
 

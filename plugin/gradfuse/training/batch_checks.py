@@ -1,9 +1,9 @@
-"""Labels and indices of a batch: the range that each of them must lie in, checked before a step and within its model.
+"""What must hold of a batch: ranges of labels and indices, and conditions on sizes, checked within a model.
 
-PyTorch raises where onnxruntime takes -1 for the last class. A check within a model consists of nodes that count the
-indices out of range, and gather an element that does not exist if there are any: in every runtime, the step fails
-before it changes anything. The nodes that compute the indices are copied for this, so that the originals may be
-rewritten.
+PyTorch raises where onnxruntime takes -1 for the last class, and code that asks for a size may compute something else
+at another one. A check within a model consists of nodes that count what is wrong, and gather an element that does not
+exist if there is anything: in every runtime, the step fails before it changes anything. The nodes that compute indices
+are copied for this, so that the originals may be rewritten. Ranges of whole inputs are checked before a step as well.
 """
 
 from __future__ import annotations
@@ -36,6 +36,22 @@ class SizeOf:
 
     name: str
     axis: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """An operator of ONNX on integers or truth values, or `FloorDiv`, and its operands."""
+
+    op_type: str
+    operands: tuple[Term | SizeOf | int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeCondition:
+    """A condition on the sizes of a batch, and what an error says of it."""
+
+    condition: Term
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +132,7 @@ def append(
     checks: Iterable[Check],
     prefix: str,
     normalised: Iterable[tuple[SizeOf, ...]] = (),
+    conditions: Iterable[SizeCondition] = (),
 ) -> None:
     """Make a step's model fail if an index is out of range, unless an operator in it already does.
 
@@ -124,11 +141,12 @@ def append(
         checks: they become part of the model.
         prefix: what no name in the graph begins with.
         normalised: see `normalised_of`: the model also fails where one of these products is 1.
+        conditions: where one of these does not hold, it fails as well.
     """
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     loss = next(value for value in graph.outputs if value.name == LOSS)
-    result = _of_several_values(graph, loss, prefix, normalised)
+    result = _of_sizes(graph, loss, prefix, normalised, conditions)
     nodes = Nodes(prefix)
     for number, check in enumerate(check for check in checks if not _is_checked(graph, check)):
         given = {value: inputs[name] for name, value in check.inputs.items()}
@@ -160,11 +178,40 @@ def append(
     graph.outputs[place] = result.value
 
 
-def _of_several_values(
-    graph: ir.Graph, loss: ir.Value, prefix: str, normalised: Iterable[tuple[SizeOf, ...]]
+def append_to_evaluation(model: ir.Model, conditions: Iterable[SizeCondition], prefix: str) -> None:
+    """Make an evaluation model fail where a condition on the sizes of its inputs does not hold.
+
+    Args:
+        model: the model; its first output comes to depend on the conditions.
+        conditions: those on other tensors are left out.
+        prefix: what no name in the graph begins with.
+    """
+    graph, nodes = model.graph, Nodes(prefix)
+    output = graph.outputs[0]
+    name, dtype = str(output.name), output.dtype
+    if dtype is None or output.shape is None:
+        return
+    # By its shape, as another copy of the output would take memory.
+    shape = nodes.op("Shape", [output], ir.DataType.INT64, (len(output.shape),))
+    checked = _where_sizes_fit(graph, nodes, shape, conditions)
+    if checked is shape:
+        return
+    output.name = f"{prefix}/{name}"
+    result = nodes.op("Reshape", [output, checked.value], dtype, output.shape, {"allowzero": 1}).value
+    result.name = name
+    graph.outputs[0] = result
+    graph.extend(nodes.tape.nodes)
+
+
+def _of_sizes(
+    graph: ir.Graph,
+    loss: ir.Value,
+    prefix: str,
+    normalised: Iterable[tuple[SizeOf, ...]],
+    conditions: Iterable[SizeCondition],
 ) -> GraphTensor:
-    """Return the loss, by nodes that fail where a batch normalisation is of one value per channel."""
-    nodes = Nodes(f"{prefix}/normalised")
+    """Return the loss, by nodes that fail at some sizes, as where a batch normalisation is of one value per channel."""
+    nodes = Nodes(f"{prefix}/sizes")
     result = nodes.of(loss)
     for sizes in sorted(normalised, key=str):
         known = [_size(graph, nodes, one) for one in sizes]
@@ -174,6 +221,7 @@ def _of_several_values(
         one = _constant(graph, nodes, 1, (), ir.DataType.INT64)
         is_one = nodes.op("Equal", [count.value, one], ir.DataType.BOOL, ()).cast(ir.DataType.INT64)
         result = _unless(graph, nodes, result, is_one, "batch normalisation of one value per channel, expected more")
+    result = _where_sizes_fit(graph, nodes, result, conditions)
     producer = loss.producer()
     if producer is not None:
         # Not at the end: onnxruntime chooses by their places what it runs first, and a gradient tells more of a label.
@@ -181,12 +229,59 @@ def _of_several_values(
     return result
 
 
+def _where_sizes_fit(
+    graph: ir.Graph, nodes: Nodes, result: GraphTensor, conditions: Iterable[SizeCondition]
+) -> GraphTensor:
+    """Return a result, by nodes that fail where a condition on sizes does not hold."""
+    found: dict[Term | SizeOf | int, GraphTensor | None] = {}
+    for one in dict.fromkeys(conditions):
+        holds = _term(graph, nodes, one.condition, found)
+        if holds is not None:
+            result = _unless(graph, nodes, result, holds.op("Not").cast(ir.DataType.INT64), one.text)
+    return result
+
+
+_OF_TRUTH = {"And", "Or", "Not"}
+_RELATIONS = {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
+
+
+def _term(
+    graph: ir.Graph,
+    nodes: Nodes,
+    term: Term | SizeOf | int,
+    found: dict[Term | SizeOf | int, GraphTensor | None],
+) -> GraphTensor | None:
+    """Return what a term is in a graph; None: one of its tensors is not there."""
+    if term in found:
+        return found[term]
+    result: GraphTensor | None
+    if isinstance(term, int):
+        result = nodes.of(_constant(graph, nodes, term, (), ir.DataType.INT64))
+    elif isinstance(term, SizeOf):
+        value = _size(graph, nodes, term)
+        result = None if value is None else nodes.of(value)
+    else:
+        operands = [_term(graph, nodes, one, found) for one in term.operands]
+        given = [one.value for one in operands if one is not None]
+        if len(given) < len(operands):
+            result = None
+        elif term.op_type == "FloorDiv":
+            # Div of integers rounds to 0.
+            rest = nodes.op("Mod", given, ir.DataType.INT64, ())
+            result = (nodes.of(given[0]) - rest).op("Div", nodes.of(given[1]))
+        else:
+            truth = term.op_type in _OF_TRUTH | _RELATIONS
+            result = nodes.op(term.op_type, given, ir.DataType.BOOL if truth else ir.DataType.INT64, ())
+    found[term] = result
+    return result
+
+
 def _unless(graph: ir.Graph, nodes: Nodes, result: GraphTensor, count: GraphTensor, text: str) -> GraphTensor:
     """Return a result, by a node that fails where a count is not 0, and has a name that says so."""
     # Of several, as an arithmetic operation would need kernels for the type of the loss.
     first = _constant(graph, nodes, 0, (1,), ir.DataType.INT64)
-    row = nodes.op("Unsqueeze", [result.value, first], result.dtype, (1,))
-    result = nodes.op("Gather", [row.value, count.value], result.dtype, ())
+    row = nodes.op("Unsqueeze", [result.value, first], result.dtype, (1, *result.shape))
+    result = nodes.op("Gather", [row.value, count.value], result.dtype, result.shape)
     node = result.value.producer()
     assert node is not None
     # onnxruntime refuses two nodes of one name.
