@@ -1135,6 +1135,12 @@ class SizeCondition:
             return False
 
     @property
+    def is_strict(self) -> bool:
+        import sympy
+
+        return isinstance(self.expression, (sympy.StrictLessThan, sympy.StrictGreaterThan))
+
+    @property
     def has_remainder(self) -> bool:
         from torch.utils._sympy.functions import Mod, PythonMod
 

@@ -288,6 +288,13 @@ def _checked(x: Tensor) -> Tensor:
     return x
 
 
+POSITIONS = torch.arange(20.0)
+
+
+def _with_positions(x: Tensor) -> Tensor:
+    return x + POSITIONS[: x.shape[1], None]
+
+
 def _of_one(x: Tensor) -> Tensor:
     return x * 2.0 if x.shape[1] == 1 else x
 
@@ -309,6 +316,7 @@ def _of_several(x: Tensor) -> Tensor:
         (_special, "size != 9 is taken to hold for axis 1 of 'x'"),
         (_longer, "x.shape[1] > x.shape[0] is taken to hold"),
         (_checked, "axis 1 of 'x' is taken to be at most 100"),
+        (_with_positions, "axis 1 of 'x' is taken to be at most 20"),
         (_of_one, "axis 1 of 'x' is taken to be at least 2"),
         (_of_several, "axis 1 of 'x' is taken to be at least 2"),
     ],
@@ -344,6 +352,7 @@ def _in_two(x: Tensor) -> Tensor:
         (_longer, lambda size: size > 3),
         (_checked, lambda size: size <= 100),
         (_in_two, lambda size: size % 2 == 0),
+        (_with_positions, lambda size: size <= 20),
         (_of_one, lambda size: size > 1),
         (_of_several, lambda size: size > 1),
     ],
@@ -368,7 +377,7 @@ def test_a_batch_of_other_sizes_gives_what_torch_gives_or_an_error(
             assert abs(session.step(x, target) - F.cross_entropy(output, target).item()) <= rounding
         else:
             for call in (lambda x=x: session.evaluate(x), lambda x=x: session.step(x, target)):
-                with pytest.raises(ModelError, match=r"out of range, expected .*(at (least|most) \d+|size|x.shape)"):
+                with pytest.raises(ModelError, match=r"out of range, expected .*(at (least|most) \d+|size|x.shape)|broadcast"):
                     call()
             for name, value in session.state_dict().items():
                 np.testing.assert_array_equal(value, before[name])
@@ -382,19 +391,23 @@ def _padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, max(0, 20 - x.shape[1])))
 
 
+def _of_one_and_yet_the_same(x: Tensor) -> Tensor:
+    return x * 1.0 if x.shape[1] == 1 else x
+
+
 def _not_empty(x: Tensor) -> Tensor:
     if x.shape[1] == 0 or x.shape[2] != 6:
         raise ValueError("no sequence")
     return torch.cat([x[:, 1:], x[:, :1]], 1)
 
 
-@pytest.mark.parametrize("function", [_at_most, _padded, _not_empty])
+@pytest.mark.parametrize("function", [_at_most, _padded, _not_empty, _of_one_and_yet_the_same])
 @pytest.mark.sampled(every=3)
 def test_code_for_all_sizes_raises_no_warning(function: Callable[[Tensor], Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         step = _exported_of_sizes(function)
-    for length in (2, 19, 20, 21, 70):
+    for length in (1, 2, 19, 20, 21, 70):
         batch = (torch.randn(4, length, 6),), (torch.arange(4),)
         results = run(step, batch, kernels=False)
         module = OfSizes(function)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from gradfuse.errors import ExportError
+from gradfuse.errors import ExportError, GradfuseError
 from gradfuse.export import explaining, steadiness
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import Axis, OtherSizes, drawn
@@ -17,6 +17,7 @@ from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.torch_step import TorchStep, undisturbed
 from gradfuse.export.verifying import Opened, Truth, has_onnxruntime
 from gradfuse.models.arrays import Arrays
+from gradfuse.training.batch_checks import SizeCondition
 
 _OF_SHAPES = frozenset(
     """
@@ -99,6 +100,53 @@ def compare(
         if label not in compared:
             alike = [(name, axis) for name, one in axes.items() for axis in one if one[axis] == label]
             _warn_of(truth.step, alike, shapes)
+
+
+def conditions_of(
+    truth: Truth,
+    model: ir.Model,
+    opened: Opened,
+    sizes: explaining.Sizes,
+    assumed: explaining.Assumed,
+    shapes: DynamicShapes,
+    which: str,
+) -> list[SizeCondition]:
+    """Return the conditions on sizes under which a model is right: at a size of 1, it is tried.
+
+    PyTorch's export takes every size that varies to be at least 2, whatever the code does at 1.
+
+    Args:
+        truth: what PyTorch computes at the sizes of the batch.
+        model: the model.
+        opened: it, in onnxruntime.
+        sizes: tells the user what was assumed.
+        assumed: what that was.
+        shapes: the dynamic dimensions.
+        which: what to call the model in messages.
+    """
+    right: dict[str, bool] = {}
+    found = list(assumed.conditions)
+    for label, one in assumed.of_several:
+        if label not in right:
+            right[label] = has_onnxruntime() and _is_right_at_one(truth, model, opened, label, shapes, which)
+        if not right[label] and one.term is not None:
+            sizes.tell(one.text)
+            found.append(SizeCondition(one.term, one.wanted))
+    return found
+
+
+def _is_right_at_one(
+    truth: Truth, model: ir.Model, opened: Opened, label: str, shapes: DynamicShapes, which: str
+) -> bool:
+    axes = {(name, axis): 1 for name, one in shapes.names.items() for axis, other in one.items() if other == label}
+    found = _run(truth, OtherSizes((label,), axes))
+    if isinstance(found, Exception):
+        return False
+    try:
+        _judge(truth, *found, model, opened, which)
+    except GradfuseError:
+        return False
+    return True
 
 
 def _run(truth: Truth, sizes: OtherSizes) -> tuple[TorchStep, Arrays] | Exception:

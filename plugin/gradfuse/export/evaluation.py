@@ -107,9 +107,9 @@ def evaluation_model(
     except Exception as error:
         # A user's module may raise anything, and torch.export has no common base class for what it refuses.
         raise refusal(f"torch.export cannot trace the module in eval mode: {explaining.reason(error)}") from error
-    conditions = sizes.conditions
+    assumed = sizes.assumed
     if program is not None:
-        conditions = sizes.warn(step, program, shapes)
+        assumed = sizes.warn(step, program, shapes)
         shared = _translated(step, program, inside), (*step.state, *step.input_names)
     assert shared is not None
     model, names = shared
@@ -132,6 +132,7 @@ def evaluation_model(
     truth.compare_in_float64(model, "evaluation")
     others = sizes.others if program is None else OtherSizes.of(step, program, shapes, (*step.state, *step.input_names))
     comparing_sizes.compare(truth, model, opened, others, shapes, "evaluation")
+    conditions = comparing_sizes.conditions_of(truth, model, opened, sizes, assumed, shapes, "evaluation")
     batch_checks.append_to_evaluation(model, conditions, free_prefix(model.graph, "checks/")[:-1])
     proto: onnx.ModelProto = ir.to_proto(model)
     return proto

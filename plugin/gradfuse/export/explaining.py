@@ -193,14 +193,14 @@ class Sizes:
         lines: where they are made constants or decide, as functions and lines.
         made_general: whether a step was traced so.
         others: sizes at which a step is compared with PyTorch, too.
-        conditions: on sizes; a step that was traced is right where they hold.
+        assumed: what was taken to be so of sizes when the step was traced.
     """
 
     def __init__(self, *, general: bool = True) -> None:
         self.general = general
         self.made_general = False
         self.others: list[OtherSizes] = []
-        self.conditions: list[SizeCondition] = []
+        self.assumed = Assumed()
         self.places: list[str] = []
         self.lines: list[tuple[CodeType, int]] = []
         # With the location itself, so that no other gets its id.
@@ -292,8 +292,8 @@ class Sizes:
 
     def _of_several(
         self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes
-    ) -> Iterator[tuple[_Assumption, str]]:
-        """Yield what holds of sizes from 2 on, for which torch.export traces, but not of 1, and the place of it."""
+    ) -> Iterator[tuple[str, Assumption]]:
+        """Yield the dimensions of which code asks what is so from 2 on, where torch.export traces, but not at 1."""
         environment = private.shape_environment(program)
         _, places = self._decided.get(id(environment), (None, {}))
         for expression, place in places.items():
@@ -308,10 +308,10 @@ class Sizes:
                 same = [symbol for symbol, one in labels.items() if one == label]
                 at = {size: condition.holds(given | dict.fromkeys(same, size)) for size in (1, *_SOME)}
                 axis = axes[same[0]]
-                if axis is not None and at.pop(1) not in at.values() and len({*at.values()}) == 1:
-                    yield _in_range(axis, _SMALLEST, None), place
+                if axis is not None and label and at.pop(1) not in at.values() and len({*at.values()}) == 1:
+                    yield label, _asked_by(_in_range(axis, _SMALLEST, None), place)
 
-    def warn(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> list[SizeCondition]:
+    def warn(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> Assumed:
         """Warn the user of what was assumed of sizes from the batch, because code tests it, and return that."""
         multiples = _multiples(step, program)
         found = list(multiples.values())
@@ -321,16 +321,17 @@ class Sizes:
                 continue
             assumed = _assumed(step, shapes, condition, axes)
             if assumed is not None:
-                text = f"{assumed.text}, as in this batch, since {place} asks for it"
-                found.append(dataclasses.replace(assumed, text=text))
-        for assumed, place in self._of_several(step, program, shapes):
-            text = f"{assumed.text}, as in this batch, since {place} asks for it"
-            found.append(dataclasses.replace(assumed, text=text))
-        for text in dict.fromkeys(one.text for one in found):
-            if text not in self._told:
-                self._told.add(text)
-                warnings.warn(f"{WHO}: {text}", stacklevel=5)
-        return [SizeCondition(one.term, one.wanted) for one in found if one.term is not None]
+                found.append(_asked_by(assumed, place))
+        for one in found:
+            self.tell(one.text)
+        conditions = [SizeCondition(one.term, one.wanted) for one in found if one.term is not None]
+        return Assumed(conditions, list(self._of_several(step, program, shapes)))
+
+    def tell(self, text: str) -> None:
+        """Warn the user of something once."""
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(f"{WHO}: {text}", stacklevel=6)
 
     def _text(self, name: str, axis: int, size: int) -> str:
         why = f", by {self.places[0]}" if self.places else ""
@@ -356,7 +357,7 @@ def _is_rare(condition: private.SizeCondition) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Assumption:
+class Assumption:
     """What was assumed of sizes: in a warning, as a term, and in the error where it does not hold.
 
     The term is None where it cannot be computed from integers.
@@ -367,9 +368,26 @@ class _Assumption:
     wanted: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Assumed:
+    """What was assumed of sizes.
+
+    Attributes:
+        conditions: what must hold.
+        of_several: dimensions that must be at least 2, unless a step is right at 1 as well; and what to say of them.
+    """
+
+    conditions: Sequence[SizeCondition] = ()
+    of_several: Sequence[tuple[str, Assumption]] = ()
+
+
+def _asked_by(assumption: Assumption, place: str) -> Assumption:
+    return dataclasses.replace(assumption, text=f"{assumption.text}, as in this batch, since {place} asks for it")
+
+
 def _assumed(
     step: TorchStep, shapes: DynamicShapes, condition: private.SizeCondition, axes: Mapping[str, tuple[str, int]]
-) -> _Assumption | None:
+) -> Assumption | None:
     """Return what a condition says about the axes of its symbols; None: nothing."""
     sizes = {symbol: step.batch[name].shape[axis] for symbol, (name, axis) in axes.items()}
     # Axes of one name have one size.
@@ -384,7 +402,7 @@ def _assumed(
         if all(map(holds, itertools.product(_SOME, repeat=len(varied)))):
             return None
         written = condition.text({symbol: f"{name}.shape[{axis}]" for symbol, (name, axis) in axes.items()})
-        return _Assumption(f"{written} is taken to hold", term, f"sizes out of range, expected {written}")
+        return Assumption(f"{written} is taken to hold", term, f"sizes out of range, expected {written}")
     name, axis = next(iter(axes.values()))
     written = condition.text(dict.fromkeys(axes, "size"))
     if "%" in written and (not holds([varied[0][1]]) or all(holds([size]) for size in (*range(2, _NEAR), *_SOME))):
@@ -395,17 +413,17 @@ def _assumed(
         return None
     wrong = f"axis {axis} of {name!r} out of range, expected"
     if found is None:
-        return _Assumption(
+        return Assumption(
             f"{written} is taken to hold for axis {axis} of {name!r}", term, f"{wrong} a size for which {written}"
         )
     least, most = found
-    if condition.function == _SLICE:
+    if condition.function == _SLICE and condition.is_strict:
         # Up to its own end, a slice is all that there is.
         least, most = least and least - 1, most and most + 1
     return _in_range((name, axis), least, most)
 
 
-def _in_range(axis: tuple[str, int], least: int | None, most: int | None) -> _Assumption:
+def _in_range(axis: tuple[str, int], least: int | None, most: int | None) -> Assumption:
     size, bounds = SizeOf(*axis), []
     if least:
         bounds.append((f"at least {least}", Term("GreaterOrEqual", (size, least))))
@@ -414,14 +432,14 @@ def _in_range(axis: tuple[str, int], least: int | None, most: int | None) -> _As
     words = " and ".join(text for text, _ in bounds)
     term = functools.reduce(lambda left, right: Term("And", (left, right)), (term for _, term in bounds))
     named = f"axis {axis[1]} of {axis[0]!r}"
-    return _Assumption(f"{named} is taken to be {words}", term, f"{named} out of range, expected {words}")
+    return Assumption(f"{named} is taken to be {words}", term, f"{named} out of range, expected {words}")
 
 
 def _names(step: TorchStep, which: str) -> tuple[str, ...]:
     return step.input_names if which == "inputs" else step.target_names
 
 
-def _multiples(step: TorchStep, program: ExportedProgram) -> dict[tuple[tuple[str, int], int], _Assumption]:
+def _multiples(step: TorchStep, program: ExportedProgram) -> dict[tuple[tuple[str, int], int], Assumption]:
     """Return what was assumed of axes, to be multiples of a number: by the tensor and axis, and the line."""
     found = {}
     for source, number, filename, line, function in private.assumed_multiples(program):
@@ -434,7 +452,7 @@ def _multiples(step: TorchStep, program: ExportedProgram) -> dict[tuple[tuple[st
             )
             term = Term("Equal", (Term("Mod", (SizeOf(*axis), number)), 0))
             wanted = f"axis {axis[1]} of {axis[0]!r} out of range, expected a multiple of {number}"
-            found[axis, line] = _Assumption(text, term, wanted)
+            found[axis, line] = Assumption(text, term, wanted)
     return found
 
 

@@ -156,7 +156,7 @@ def forward_program(
     if constant is not None:
         raise refusal(explaining.untraceable(step) or constant)
     branches.warn_of_assumptions(taken)
-    sizes.conditions = sizes.warn(step, program, shapes)
+    sizes.assumed = sizes.warn(step, program, shapes)
     sizes.others = OtherSizes.of(step, program, shapes, (*used, *others, *step.batch))
     returned = 0
     if watch is not None:
