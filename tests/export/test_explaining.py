@@ -299,6 +299,14 @@ def _of_one(x: Tensor) -> Tensor:
     return x * 2.0 if x.shape[1] == 1 else x
 
 
+def _squeezed(x: Tensor) -> Tensor:
+    return x.squeeze(1).mean(-1, keepdim=True) * x
+
+
+def _squeezed_dims(x: Tensor) -> Tensor:
+    return x.squeeze((1, 2)).sum(-1, keepdim=True) * x
+
+
 def _of_several(x: Tensor) -> Tensor:
     return x / x.std(1, keepdim=True) if x.size(1) >= 2 else x
 
@@ -355,6 +363,8 @@ def _in_two(x: Tensor) -> Tensor:
         (_with_positions, lambda size: size <= 20),
         (_of_one, lambda size: size > 1),
         (_of_several, lambda size: size > 1),
+        (_squeezed, lambda size: size > 1),
+        (_squeezed_dims, lambda size: size > 1),
     ],
 )
 @pytest.mark.parametrize("fuse", [False, True])
@@ -377,7 +387,9 @@ def test_a_batch_of_other_sizes_gives_what_torch_gives_or_an_error(
             assert abs(session.step(x, target) - F.cross_entropy(output, target).item()) <= rounding
         else:
             for call in (lambda x=x: session.evaluate(x), lambda x=x: session.step(x, target)):
-                with pytest.raises(ModelError, match=r"out of range, expected .*(at (least|most) \d+|size|x.shape)|broadcast"):
+                with pytest.raises(
+                    ModelError, match=r"out of range, expected .*(at (least|most) \d+|size|x.shape)|broadcast"
+                ):
                     call()
             for name, value in session.state_dict().items():
                 np.testing.assert_array_equal(value, before[name])

@@ -66,6 +66,7 @@ _CONSTANT = re.compile(
 )
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 _AXIS = re.compile(r"L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
+_SQUEEZES = [getattr(torch.ops.aten.squeeze, overload) for overload in ("default", "dim", "dims")]
 _SLICE = "_compute_slice_index"
 _SLICING = (_SLICE, "split")
 """Functions of torch whose conditions on sizes are attributed to the code that calls them."""
@@ -296,7 +297,7 @@ class Sizes:
         """Yield the dimensions of which code asks what is so from 2 on, where torch.export traces, but not at 1."""
         environment = private.shape_environment(program)
         _, places = self._decided.get(id(environment), (None, {}))
-        for expression, place in places.items():
+        for expression, place in (places | _squeezed(program)).items():
             found = {str(one): private.sources_of(environment, one)[:1] for one in expression.free_symbols}
             axes = {symbol: _axis(step, source) for symbol, sources in found.items() for source in sources}
             if not axes or len(axes) < len(found) or None in axes.values():
@@ -624,6 +625,22 @@ def _place_of(node: Node) -> str | None:
         return None
     filename, line, function = found[-1]
     return f"{function} ({os.path.basename(filename)}:{line})"
+
+
+def _squeezed(program: ExportedProgram) -> dict[Any, str]:
+    """Return what `squeeze` asks of sizes that may vary: whether they are 1; and where the code does so."""
+    import sympy  # type: ignore[import-untyped]
+
+    found: dict[Any, str] = {}
+    graphs = [one.graph for one in program.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes if node.target in _SQUEEZES):
+        shape = node.args[0].meta["val"].shape
+        dims = node.args[1] if len(node.args) > 1 else range(len(shape))
+        for dim in [dims] if isinstance(dims, int) else dims:
+            if shape and private.is_symbolic(shape[dim]):
+                condition = sympy.Eq(private.expression(shape[dim]), 1)
+                found.setdefault(condition, _place_of(node) or "torch.squeeze")
+    return found
 
 
 def _is_complex(node: Node) -> bool:
