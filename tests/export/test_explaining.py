@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F
@@ -435,3 +436,40 @@ def test_sizes_are_told_once_for_the_step_and_its_evaluation_model() -> None:
     with pytest.warns(UserWarning) as caught:
         _exported_of_sizes(_at_most_512, optimizer=True)
     assert len([one for one in caught if "at most 512" in str(one.message)]) == 1
+
+
+class Several(nn.Module):
+    """Returns a scalar, one tensor twice, and which of its elements are positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.layer(_at_most_512(x))
+        return h.sum(), h, h, h > 0
+
+
+def test_each_output_of_an_evaluation_model_depends_on_what_was_assumed() -> None:
+    torch.manual_seed(0)
+    module = Several()
+    with pytest.warns(UserWarning, match="at most 512"):
+        step = export_training_step(
+            module,
+            lambda outputs, y: (outputs[1].mean(1) * y).sum(),
+            (torch.randn(3, 8, 6), torch.ones(3, 5)),
+            torch.optim.SGD(module.parameters()),
+            dynamic_shapes=({0: "batch", 1: "length"}, {0: "batch"}),
+        )
+    assert step.evaluation_model is not None
+    session = ort.InferenceSession(step.evaluation_model.SerializeToString(), providers=["CPUExecutionProvider"])
+    for length in (9, 513):
+        x = torch.randn(2, length, 6)
+        for output, native in zip(session.get_outputs(), module(x), strict=True):
+            feeds = {"x": x.numpy()} | {one.name: step.parameters[one.name] for one in session.get_inputs()[:-1]}
+            if length <= 512:
+                (result,) = session.run([output.name], feeds)
+                assert result.shape == native.shape
+            else:
+                with pytest.raises(Exception, match="axis 1 of 'x' out of range, expected at most 512"):
+                    session.run([output.name], feeds)

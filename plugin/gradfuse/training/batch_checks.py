@@ -182,24 +182,24 @@ def append_to_evaluation(model: ir.Model, conditions: Iterable[SizeCondition], p
     """Make an evaluation model fail where a condition on the sizes of its inputs does not hold.
 
     Args:
-        model: the model; its first output comes to depend on the conditions.
+        model: the model; each of its outputs comes to depend on the conditions.
         conditions: those on other tensors are left out.
         prefix: what no name in the graph begins with.
     """
-    graph, nodes = model.graph, Nodes(prefix)
-    output = graph.outputs[0]
-    name, dtype = str(output.name), output.dtype
-    if dtype is None or output.shape is None:
-        return
-    # By its shape, as another copy of the output would take memory.
-    shape = nodes.op("Shape", [output], ir.DataType.INT64, (len(output.shape),))
-    checked = _where_sizes_fit(graph, nodes, shape, conditions)
-    if checked is shape:
-        return
-    output.name = f"{prefix}/{name}"
-    result = nodes.op("Reshape", [output, checked.value], dtype, output.shape, {"allowzero": 1}).value
-    result.name = name
-    graph.outputs[0] = result
+    graph, nodes, conditions = model.graph, Nodes(prefix), list(conditions)
+    for place, output in enumerate(list(graph.outputs)):
+        name, dtype = str(output.name), output.dtype
+        if dtype is None or output.shape is None:
+            continue
+        # By its shape, as another copy of the output would take memory.
+        shape = nodes.op("Shape", [output], ir.DataType.INT64, (len(output.shape),))
+        checked = _where_sizes_fit(graph, nodes, shape, conditions)
+        if checked is shape:
+            return
+        output.name = f"{prefix}/{place}/{name}"
+        result = nodes.op("Reshape", [output, checked.value], dtype, output.shape, {"allowzero": 1}).value
+        result.name = name
+        graph.outputs[place] = result
     graph.extend(nodes.tape.nodes)
 
 
