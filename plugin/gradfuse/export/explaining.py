@@ -634,10 +634,10 @@ def _squeezed(program: ExportedProgram) -> dict[Any, str]:
     found: dict[Any, str] = {}
     graphs = [one.graph for one in program.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
     for node in (node for graph in graphs for node in graph.nodes if node.target in _SQUEEZES):
-        shape = node.args[0].meta["val"].shape
+        shape = getattr(node.args[0].meta.get("val"), "shape", ())
         dims = node.args[1] if len(node.args) > 1 else range(len(shape))
-        for dim in [dims] if isinstance(dims, int) else dims:
-            if shape and private.is_symbolic(shape[dim]):
+        for dim in ([dims] if isinstance(dims, int) else dims) if shape else ():
+            if private.is_symbolic(shape[dim]):
                 condition = sympy.Eq(private.expression(shape[dim]), 1)
                 found.setdefault(condition, _place_of(node) or "torch.squeeze")
     return found
