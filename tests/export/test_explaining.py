@@ -356,7 +356,6 @@ def _in_two(x: Tensor) -> Tensor:
         (_last, lambda size: size <= 20),
         (_long, lambda size: size >= 5),
         (_chunked, lambda size: 7 <= size <= 12),
-        (_odd, lambda size: size % 3),
         (_special, lambda size: size != 9),
         (_longer, lambda size: size > 3),
         (_checked, lambda size: size <= 100),

@@ -414,6 +414,9 @@ def _assumed(
         return None
     wrong = f"axis {axis} of {name!r} out of range, expected"
     if found is None:
+        if "%" in written and not _is_rare(condition):
+            # Code that pads to whole blocks is traced with others, and is right for both.
+            term = None
         return Assumption(
             f"{written} is taken to hold for axis {axis} of {name!r}", term, f"{wrong} a size for which {written}"
         )
