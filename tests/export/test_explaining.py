@@ -356,6 +356,7 @@ def _in_two(x: Tensor) -> Tensor:
         (_last, lambda size: size <= 20),
         (_long, lambda size: size >= 5),
         (_chunked, lambda size: 7 <= size <= 12),
+        (_odd, lambda size: size % 3),
         (_special, lambda size: size != 9),
         (_longer, lambda size: size > 3),
         (_checked, lambda size: size <= 100),
@@ -407,13 +408,19 @@ def _of_one_and_yet_the_same(x: Tensor) -> Tensor:
     return x * 1.0 if x.shape[1] == 1 else x
 
 
+def _in_whole_blocks(x: Tensor) -> Tensor:
+    missing = (3 - x.shape[1] % 3) % 3
+    sums = F.pad(x, (0, 0, 0, missing)).reshape(x.shape[0], -1, 3, 6).cumsum(2).reshape(x.shape[0], -1, 6)
+    return sums[:, : x.shape[1]] if missing > 0 else sums
+
+
 def _not_empty(x: Tensor) -> Tensor:
     if x.shape[1] == 0 or x.shape[2] != 6:
         raise ValueError("no sequence")
     return torch.cat([x[:, 1:], x[:, :1]], 1)
 
 
-@pytest.mark.parametrize("function", [_at_most, _padded, _not_empty, _of_one_and_yet_the_same])
+@pytest.mark.parametrize("function", [_at_most, _padded, _not_empty, _of_one_and_yet_the_same, _in_whole_blocks])
 @pytest.mark.sampled(every=3)
 def test_code_for_all_sizes_raises_no_warning(function: Callable[[Tensor], Tensor]) -> None:
     with warnings.catch_warnings():

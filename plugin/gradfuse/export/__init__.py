@@ -381,14 +381,14 @@ def _exported(
         with contextlib.nullcontext() if fuse else verifying.traced_as_run(step):
             truth.compare_in_float64(model, which, unfused)
     comparing_sizes.compare(truths[0], model, opened, sizes.others, shapes, which)
-    conditions = comparing_sizes.conditions_of(truths[0], model, opened, sizes, sizes.assumed, shapes, which)
+    size_checks = comparing_sizes.checks_of(truths[0], model, opened, sizes, sizes.assumed, shapes, which)
 
     if step.is_bfloat16_on_cpu:
         narrow_types.widen_bfloat16(complete, fuse=fuse)
         if fuse:
             narrow_types.cast_by_vectors(complete)
     prefix = free_prefix(complete.graph, "checks/")[:-1]
-    batch_checks.append(complete, checks, prefix, normalised, conditions)
+    batch_checks.append(complete, checks, prefix, normalised, size_checks)
     constants = [name for name in step.state if name not in free]
     exported_step = TrainingStep(
         model=ir.to_proto(complete),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.torch_step import TorchStep, undisturbed
 from gradfuse.export.verifying import Opened, Truth, has_onnxruntime
 from gradfuse.models.arrays import Arrays
-from gradfuse.training.batch_checks import SizeCondition
+from gradfuse.training.batch_checks import SizeCheck
 
 _OF_SHAPES = frozenset(
     """
@@ -102,7 +103,7 @@ def compare(
             _warn_of(truth.step, alike, shapes)
 
 
-def conditions_of(
+def checks_of(
     truth: Truth,
     model: ir.Model,
     opened: Opened,
@@ -110,10 +111,11 @@ def conditions_of(
     assumed: explaining.Assumed,
     shapes: DynamicShapes,
     which: str,
-) -> list[SizeCondition]:
-    """Return the conditions on sizes under which a model is right: at a size of 1, it is tried.
+) -> list[SizeCheck]:
+    """Return what must hold of sizes for a model to be right, and warn the user of it.
 
-    PyTorch's export takes every size that varies to be at least 2, whatever the code does at 1.
+    The model is tried where it may be right although something does not hold. So it is at a size of 1: PyTorch's export
+    takes every size that varies to be at least 2, whatever the code does at 1.
 
     Args:
         truth: what PyTorch computes at the sizes of the batch.
@@ -124,22 +126,25 @@ def conditions_of(
         shapes: the dynamic dimensions.
         which: what to call the model in messages.
     """
-    right: dict[str, bool] = {}
-    found = list(assumed.conditions)
-    for label, one in assumed.of_several:
-        if label not in right:
-            right[label] = has_onnxruntime() and _is_right_at_one(truth, model, opened, label, shapes, which)
-        if not right[label] and one.term is not None:
+
+    @functools.cache
+    def is_right(dimension: str, size: int) -> bool:
+        return has_onnxruntime() and _is_right(truth, model, opened, dimension, size, shapes, which)
+
+    found = list(assumed.checks)
+    for one in assumed.uncertain:
+        if not all(is_right(one.dimension, size) for size in one.unlike):
             sizes.tell(one.text)
-            found.append(SizeCondition(one.term, one.wanted))
+            found += [] if one.check is None else [one.check]
     return found
 
 
-def _is_right_at_one(
-    truth: Truth, model: ir.Model, opened: Opened, label: str, shapes: DynamicShapes, which: str
+def _is_right(
+    truth: Truth, model: ir.Model, opened: Opened, dimension: str, size: int, shapes: DynamicShapes, which: str
 ) -> bool:
-    axes = {(name, axis): 1 for name, one in shapes.names.items() for axis, other in one.items() if other == label}
-    found = _run(truth, OtherSizes((label,), axes))
+    """Whether a model gives what PyTorch gives where a dimension has another size, and the others that of the batch."""
+    axes = {(name, axis): size for name, one in shapes.names.items() for axis in one if one[axis] == dimension}
+    found = _run(truth, OtherSizes((dimension,), axes))
     if isinstance(found, Exception):
         return False
     try:

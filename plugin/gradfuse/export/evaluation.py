@@ -132,8 +132,8 @@ def evaluation_model(
     truth.compare_in_float64(model, "evaluation")
     others = sizes.others if program is None else OtherSizes.of(step, program, shapes, (*step.state, *step.input_names))
     comparing_sizes.compare(truth, model, opened, others, shapes, "evaluation")
-    conditions = comparing_sizes.conditions_of(truth, model, opened, sizes, assumed, shapes, "evaluation")
-    batch_checks.append_to_evaluation(model, conditions, free_prefix(model.graph, "checks/")[:-1])
+    size_checks = comparing_sizes.checks_of(truth, model, opened, sizes, assumed, shapes, "evaluation")
+    batch_checks.append_to_evaluation(model, size_checks, free_prefix(model.graph, "checks/")[:-1])
     proto: onnx.ModelProto = ir.to_proto(model)
     return proto
 

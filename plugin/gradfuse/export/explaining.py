@@ -29,7 +29,7 @@ from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError, cut, one_line
 from gradfuse.export.reporting import WHO
 from gradfuse.export.size_terms import term_of
-from gradfuse.training.batch_checks import SizeCondition, SizeOf, Term
+from gradfuse.training.batch_checks import SizeCheck, SizeOf, Term
 
 if TYPE_CHECKING:
     from gradfuse.export.dynamic_shapes import DynamicShapes
@@ -291,10 +291,8 @@ class Sizes:
                 if None not in axes.values():
                     yield condition, {symbol: axis for symbol, axis in axes.items() if axis is not None}
 
-    def _of_several(
-        self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes
-    ) -> Iterator[tuple[str, Assumption]]:
-        """Yield the dimensions of which code asks what is so from 2 on, where torch.export traces, but not at 1."""
+    def _of_several(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> Iterator[Assumption]:
+        """Yield that dimensions are at least 2 of which code asks what is so from there on, but not at 1."""
         environment = private.shape_environment(program)
         _, places = self._decided.get(id(environment), (None, {}))
         for expression, place in (places | _squeezed(program)).items():
@@ -310,10 +308,11 @@ class Sizes:
                 at = {size: condition.holds(given | dict.fromkeys(same, size)) for size in (1, *_SOME)}
                 axis = axes[same[0]]
                 if axis is not None and label and at.pop(1) not in at.values() and len({*at.values()}) == 1:
-                    yield label, _asked_by(_in_range(axis, _SMALLEST, None), place)
+                    assumed = _asked_by(_in_range(axis, _SMALLEST, None), place)
+                    yield dataclasses.replace(assumed, dimension=label, unlike=(1,))
 
     def warn(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> Assumed:
-        """Warn the user of what was assumed of sizes from the batch, because code tests it, and return that."""
+        """Return what was assumed of sizes from the batch, because code tests it; warn the user of what is certain."""
         multiples = _multiples(step, program)
         found = list(multiples.values())
         for condition, axes in self._conditions(step, program):
@@ -323,10 +322,11 @@ class Sizes:
             assumed = _assumed(step, shapes, condition, axes)
             if assumed is not None:
                 found.append(_asked_by(assumed, place))
-        for one in found:
+        found += self._of_several(step, program, shapes)
+        certain = [one for one in found if not one.unlike]
+        for one in certain:
             self.tell(one.text)
-        conditions = [SizeCondition(one.term, one.wanted) for one in found if one.term is not None]
-        return Assumed(conditions, list(self._of_several(step, program, shapes)))
+        return Assumed([one.check for one in certain if one.check is not None], [one for one in found if one.unlike])
 
     def tell(self, text: str) -> None:
         """Warn the user of something once."""
@@ -359,14 +359,25 @@ def _is_rare(condition: private.SizeCondition) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Assumption:
-    """What was assumed of sizes: in a warning, as a term, and in the error where it does not hold.
+    """What was assumed of sizes.
 
-    The term is None where it cannot be computed from integers.
+    Attributes:
+        text: it, in a warning.
+        term: it, computed from sizes; None where it cannot be computed from integers.
+        wanted: it, in the error where it does not hold.
+        dimension: the name of a dimension, if it is about one alone.
+        unlike: sizes of this at which it does not hold, if a model may be right there all the same.
     """
 
     text: str
     term: Term | None
     wanted: str
+    dimension: str = ""
+    unlike: tuple[int, ...] = ()
+
+    @property
+    def check(self) -> SizeCheck | None:
+        return None if self.term is None else SizeCheck(self.term, self.wanted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,12 +385,12 @@ class Assumed:
     """What was assumed of sizes.
 
     Attributes:
-        conditions: what must hold.
-        of_several: dimensions that must be at least 2, unless a step is right at 1 as well; and what to say of them.
+        checks: what must hold.
+        uncertain: what must hold unless a model is right at the sizes that are unlike it.
     """
 
-    conditions: Sequence[SizeCondition] = ()
-    of_several: Sequence[tuple[str, Assumption]] = ()
+    checks: Sequence[SizeCheck] = ()
+    uncertain: Sequence[Assumption] = ()
 
 
 def _asked_by(assumption: Assumption, place: str) -> Assumption:
@@ -414,12 +425,12 @@ def _assumed(
         return None
     wrong = f"axis {axis} of {name!r} out of range, expected"
     if found is None:
-        if "%" in written and not _is_rare(condition):
-            # Code that pads to whole blocks is traced with others, and is right for both.
-            term = None
-        return Assumption(
-            f"{written} is taken to hold for axis {axis} of {name!r}", term, f"{wrong} a size for which {written}"
-        )
+        text, wanted = f"{written} is taken to hold for axis {axis} of {name!r}", f"{wrong} a size for which {written}"
+        label, size = varied[0]
+        # Code that pads to whole blocks, traced with others, is right for both: what holds for most sizes is uncertain.
+        others = (*range(size + 1, size + _NEAR), *range(2, size)) if "%" in written and not _is_rare(condition) else ()
+        unlike = tuple(itertools.islice((one for one in others if not holds([one])), _UNLIKE)) if label else ()
+        return Assumption(text, term, wanted, label or "", unlike)
     least, most = found
     if condition.function == _SLICE and condition.is_strict:
         # Up to its own end, a slice is all that there is.
@@ -469,6 +480,8 @@ def _axis(step: TorchStep, source: str) -> tuple[str, int] | None:
 _SMALLEST, _NEAR, _FAR = 2, 64, 2**24
 """torch.export traces sizes from 2 on; conditions are tried for all sizes that are near, and for some far ones."""
 _SOME = (2, 3, 5, 8, 64, 513, 4097)
+_UNLIKE = 3
+"""At how many sizes for which a condition does not hold a model is tried."""
 
 
 def _range(holds: Callable[[int], bool], size: int) -> tuple[int | None, int | None] | None:

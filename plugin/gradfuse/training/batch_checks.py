@@ -47,7 +47,7 @@ class Term:
 
 
 @dataclasses.dataclass(frozen=True)
-class SizeCondition:
+class SizeCheck:
     """A condition on the sizes of a batch, and what an error says of it."""
 
     condition: Term
@@ -132,7 +132,7 @@ def append(
     checks: Iterable[Check],
     prefix: str,
     normalised: Iterable[tuple[SizeOf, ...]] = (),
-    conditions: Iterable[SizeCondition] = (),
+    size_checks: Iterable[SizeCheck] = (),
 ) -> None:
     """Make a step's model fail if an index is out of range, unless an operator in it already does.
 
@@ -141,12 +141,12 @@ def append(
         checks: they become part of the model.
         prefix: what no name in the graph begins with.
         normalised: see `normalised_of`: the model also fails where one of these products is 1.
-        conditions: where one of these does not hold, it fails as well.
+        size_checks: where one of these does not hold, it fails as well.
     """
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     loss = next(value for value in graph.outputs if value.name == LOSS)
-    result = _of_sizes(graph, loss, prefix, normalised, conditions)
+    result = _of_sizes(graph, loss, prefix, normalised, size_checks)
     nodes = Nodes(prefix)
     for number, check in enumerate(check for check in checks if not _is_checked(graph, check)):
         given = {value: inputs[name] for name, value in check.inputs.items()}
@@ -178,22 +178,21 @@ def append(
     graph.outputs[place] = result.value
 
 
-def append_to_evaluation(model: ir.Model, conditions: Iterable[SizeCondition], prefix: str) -> None:
+def append_to_evaluation(model: ir.Model, size_checks: Iterable[SizeCheck], prefix: str) -> None:
     """Make an evaluation model fail where a condition on the sizes of its inputs does not hold.
 
     Args:
-        model: the model; each of its outputs comes to depend on the conditions.
-        conditions: those on other tensors are left out.
+        model: the model; each of its outputs comes to depend on the checks.
+        size_checks: those of other tensors are left out.
         prefix: what no name in the graph begins with.
     """
-    graph, nodes, conditions = model.graph, Nodes(prefix), list(conditions)
+    graph, nodes, size_checks = model.graph, Nodes(prefix), list(size_checks)
     for place, output in enumerate(list(graph.outputs)):
         name, dtype = str(output.name), output.dtype
-        if dtype is None or output.shape is None:
-            continue
+        assert dtype is not None and output.shape is not None
         # By its shape, as another copy of the output would take memory.
         shape = nodes.op("Shape", [output], ir.DataType.INT64, (len(output.shape),))
-        checked = _where_sizes_fit(graph, nodes, shape, conditions)
+        checked = _where_sizes_fit(graph, nodes, shape, size_checks)
         if checked is shape:
             return
         output.name = f"{prefix}/{place}/{name}"
@@ -208,7 +207,7 @@ def _of_sizes(
     loss: ir.Value,
     prefix: str,
     normalised: Iterable[tuple[SizeOf, ...]],
-    conditions: Iterable[SizeCondition],
+    size_checks: Iterable[SizeCheck],
 ) -> GraphTensor:
     """Return the loss, by nodes that fail at some sizes, as where a batch normalisation is of one value per channel."""
     nodes = Nodes(f"{prefix}/sizes")
@@ -221,7 +220,7 @@ def _of_sizes(
         one = _constant(graph, nodes, 1, (), ir.DataType.INT64)
         is_one = nodes.op("Equal", [count.value, one], ir.DataType.BOOL, ()).cast(ir.DataType.INT64)
         result = _unless(graph, nodes, result, is_one, "batch normalisation of one value per channel, expected more")
-    result = _where_sizes_fit(graph, nodes, result, conditions)
+    result = _where_sizes_fit(graph, nodes, result, size_checks)
     producer = loss.producer()
     if producer is not None:
         # Not at the end: onnxruntime chooses by their places what it runs first, and a gradient tells more of a label.
@@ -230,11 +229,11 @@ def _of_sizes(
 
 
 def _where_sizes_fit(
-    graph: ir.Graph, nodes: Nodes, result: GraphTensor, conditions: Iterable[SizeCondition]
+    graph: ir.Graph, nodes: Nodes, result: GraphTensor, size_checks: Iterable[SizeCheck]
 ) -> GraphTensor:
     """Return a result, by nodes that fail where a condition on sizes does not hold."""
     found: dict[Term | SizeOf | int, GraphTensor | None] = {}
-    for one in dict.fromkeys(conditions):
+    for one in dict.fromkeys(size_checks):
         holds = _term(graph, nodes, one.condition, found)
         if holds is not None:
             result = _unless(graph, nodes, result, holds.op("Not").cast(ir.DataType.INT64), one.text)
