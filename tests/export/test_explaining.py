@@ -347,6 +347,30 @@ def _in_two(x: Tensor) -> Tensor:
     return torch.cat([first, last * 2.0], 1)
 
 
+def _by_fractions(x: Tensor) -> Tensor:
+    return x * 2.0 if x.shape[1] * 0.5 % 2 == 0 else x
+
+
+def _by_rounding(x: Tensor) -> Tensor:
+    return x * 2.0 if round(x.shape[1] / 3) % 2 + int(x.shape[1] * 0.7) % 2 == 2 else x
+
+
+def _no_square(x: Tensor) -> Tensor:
+    return x * 2.0 if int(math.sqrt(x.shape[1])) ** 2 != x.shape[1] else x
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    return x * 2.0 if x.shape[1] & (x.shape[1] - 1) == 0 else x
+
+
+def _by_ratio(x: Tensor) -> Tensor:
+    return x * 2.0 if x.shape[1] / x.shape[0] > 2.1 else x
+
+
+def _by_remainder(x: Tensor) -> Tensor:
+    return x * 2.0 if x.shape[1] % x.shape[0] == 2 else x
+
+
 @pytest.mark.parametrize(
     "function, fits",
     [
@@ -364,6 +388,12 @@ def _in_two(x: Tensor) -> Tensor:
         (_with_positions, lambda size: size <= 20),
         (_of_one, lambda size: size > 1),
         (_of_several, lambda size: size > 1),
+        (_by_fractions, lambda size: size % 4 == 0),
+        (_by_rounding, lambda size: round(size / 3) % 2 == 1 == int(size * 0.7) % 2),
+        (_no_square, lambda size: size not in (1, 4, 9, 100, 256)),
+        (_power_of_two, lambda size: size in (1, 2, 4, 8, 256, 512)),
+        (_by_ratio, lambda size: size >= 7),
+        (_by_remainder, lambda size: size % 3 == 2),
         (_squeezed, lambda size: size > 1),
         (_squeezed_dims, lambda size: size > 1),
     ],

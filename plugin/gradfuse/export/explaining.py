@@ -363,7 +363,7 @@ class Assumption:
 
     Attributes:
         text: it, in a warning.
-        term: it, computed from sizes; None where it cannot be computed from integers.
+        term: it, computed from sizes; None where it is more than arithmetic.
         wanted: it, in the error where it does not hold.
         dimension: the name of a dimension, if it is about one alone.
         unlike: sizes of this at which it does not hold, if a model may be right there all the same.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import mul
 
 import numpy as np
@@ -40,10 +40,13 @@ class SizeOf:
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """An operator of ONNX on integers or truth values, or `FloorDiv`, and its operands."""
+    """An operator and its operands, with Python's types: truth values, int64, and float64 beside float64.
+
+    It is one of ONNX; or a division of Python, `FloorDiv` or `TrueDiv`; or `Real` or `Int`, which converts.
+    """
 
     op_type: str
-    operands: tuple[Term | SizeOf | int, ...]
+    operands: tuple[Term | SizeOf | float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +235,7 @@ def _where_sizes_fit(
     graph: ir.Graph, nodes: Nodes, result: GraphTensor, size_checks: Iterable[SizeCheck]
 ) -> GraphTensor:
     """Return a result, by nodes that fail where a condition on sizes does not hold."""
-    found: dict[Term | SizeOf | int, GraphTensor | None] = {}
+    found: dict[Term | SizeOf | float, GraphTensor | None] = {}
     for one in dict.fromkeys(size_checks):
         holds = _term(graph, nodes, one.condition, found)
         if holds is not None:
@@ -240,39 +243,58 @@ def _where_sizes_fit(
     return result
 
 
-_OF_TRUTH = {"And", "Or", "Not"}
-_RELATIONS = {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
-
-
 def _term(
     graph: ir.Graph,
     nodes: Nodes,
-    term: Term | SizeOf | int,
-    found: dict[Term | SizeOf | int, GraphTensor | None],
+    term: Term | SizeOf | float,
+    found: dict[Term | SizeOf | float, GraphTensor | None],
 ) -> GraphTensor | None:
     """Return what a term is in a graph; None: one of its tensors is not there."""
-    if term in found:
-        return found[term]
-    result: GraphTensor | None
-    if isinstance(term, int):
-        result = nodes.of(_constant(graph, nodes, term, (), ir.DataType.INT64))
-    elif isinstance(term, SizeOf):
-        value = _size(graph, nodes, term)
-        result = None if value is None else nodes.of(value)
-    else:
-        operands = [_term(graph, nodes, one, found) for one in term.operands]
-        given = [one.value for one in operands if one is not None]
-        if len(given) < len(operands):
-            result = None
-        elif term.op_type == "FloorDiv":
-            # Div of integers rounds to 0.
-            rest = nodes.op("Mod", given, ir.DataType.INT64, ())
-            result = (nodes.of(given[0]) - rest).op("Div", nodes.of(given[1]))
+    if isinstance(term, (int, float)):
+        return nodes.of(_constant(graph, nodes, term, (), _INT if isinstance(term, int) else _REAL))
+    if term not in found:
+        if isinstance(term, SizeOf):
+            value = _size(graph, nodes, term)
+            found[term] = None if value is None else nodes.of(value)
         else:
-            truth = term.op_type in _OF_TRUTH | _RELATIONS
-            result = nodes.op(term.op_type, given, ir.DataType.BOOL if truth else ir.DataType.INT64, ())
-    found[term] = result
-    return result
+            operands = [_term(graph, nodes, one, found) for one in term.operands]
+            given = [one for one in operands if one is not None]
+            found[term] = _applied(nodes, term.op_type, given) if len(given) == len(operands) else None
+    return found[term]
+
+
+_INT, _REAL, _TRUTH = ir.DataType.INT64, ir.DataType.DOUBLE, ir.DataType.BOOL
+_OF_TRUTH = {"And", "Or", "Not"}
+_RELATIONS = {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
+_OF_REALS = {**{name: name for name in ("Floor", "Ceil", "Round", "Sqrt", "Pow")}, "TrueDiv": "Div"}
+
+
+def _applied(nodes: Nodes, op_type: str, operands: Sequence[GraphTensor]) -> GraphTensor:
+    """Return what an operator of a term gives."""
+    if op_type in ("Real", "Int"):
+        return operands[0].cast(_REAL if op_type == "Real" else _INT)
+    if op_type in _OF_REALS or _REAL in {one.dtype for one in operands}:
+        operands = [one.cast(_REAL) for one in operands]
+    values, dtype = [one.value for one in operands], operands[0].dtype
+    if op_type == "Mod":
+        return _remainder(nodes, *operands)
+    if op_type == "FloorDiv":
+        # Div of integers rounds to 0.
+        quotient = (operands[0] - _remainder(nodes, *operands)) / operands[1]
+        return quotient if dtype == _INT else quotient.op("Round")
+    if op_type in _OF_TRUTH | _RELATIONS:
+        dtype = _TRUTH
+    return nodes.op(_OF_REALS.get(op_type, op_type), values, dtype, ())
+
+
+def _remainder(nodes: Nodes, dividend: GraphTensor, divisor: GraphTensor) -> GraphTensor:
+    """Return Python's remainder, whose sign is that of the divisor."""
+    values, dtype = [dividend.value, divisor.value], dividend.dtype
+    if dtype == _INT:
+        return nodes.op("Mod", values, dtype, ())
+    rest = nodes.op("Mod", values, dtype, (), {"fmod": 1})
+    is_of_other_sign = nodes.op("Less", [(rest * divisor).value, nodes.constant(0.0, dtype).value], _TRUTH, ())
+    return nodes.op("Where", [is_of_other_sign.value, (rest + divisor).value, rest.value], dtype, ())
 
 
 def _unless(graph: ir.Graph, nodes: Nodes, result: GraphTensor, count: GraphTensor, text: str) -> GraphTensor:
@@ -294,7 +316,7 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
     return itertools.chain(graph.inputs, (output for node in graph for output in node.outputs))
 
 
-def _constant(graph: ir.Graph, nodes: Nodes, number: int, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
+def _constant(graph: ir.Graph, nodes: Nodes, number: float, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
     # As initializers, they are no nodes.
     name = f"{nodes.prefix}/{dtype.name.lower()}_{number}{'_'.join(map(str, ('', *shape)))}"
     if name not in graph.initializers:
