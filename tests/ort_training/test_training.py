@@ -15,13 +15,20 @@ from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.ort_training
 
-ATTENTION = {"CrossEntropyLossGrad", "ScaledMaskedSoftmaxBackward", "LayerNormBackward", "GeluBackward"}
+ATTENTION = {
+    "CrossEntropyLossGrad",
+    "ScaledMaskedSoftmaxBackward",
+    "LayerNormBackward",
+    "GeluBackward",
+    "EmbeddingDenseBackward",
+}
 FUSED = {
     "classifier": {"CrossEntropyLossGrad"},
     "regressor": {"MseLossBackward", "LayerNormBackward", "GeluBackward"},
     "convolution": {"CrossEntropyLossGrad", "ConvolutionBackward", "BatchNormBackward", "MaxPoolBackward"},
     "attention": ATTENTION,
     "attention by SGD": ATTENTION,
+    "operators": {"LayerNormBackward"},
 }
 LOSSES = {
     "CrossEntropyLoss": "cross_entropy",
