@@ -315,7 +315,6 @@ def _exported(
         names = (*order, *step.batch, *((LOSS_SCALE,) if step.scales_loss else ()))
         batch = {value: name for value, name in zip(translated.graph.inputs, names, strict=True) if name in step.batch}
         checks = batch_checks.checks_of(indices.taken_out(translated), batch)
-        normalised = batch_checks.normalised_of(translated, batch)
         if returned:
             translated, module = watching.divided(translated, returned)
             shared = module, names
@@ -388,7 +387,7 @@ def _exported(
         if fuse:
             narrow_types.cast_by_vectors(complete)
     prefix = free_prefix(complete.graph, "checks/")[:-1]
-    batch_checks.append(complete, checks, prefix, normalised, size_checks)
+    batch_checks.append(complete, checks, prefix, size_checks)
     constants = [name for name in step.state if name not in free]
     exported_step = TrainingStep(
         model=ir.to_proto(complete),

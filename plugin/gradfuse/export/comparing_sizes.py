@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import onnx_ir as ir
+from torch import Tensor
 
+from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError, GradfuseError
 from gradfuse.export import explaining, steadiness
 from gradfuse.export.dynamic_shapes import DynamicShapes
@@ -18,6 +23,7 @@ from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.torch_step import TorchStep, undisturbed
 from gradfuse.export.verifying import Opened, Truth, has_onnxruntime
 from gradfuse.models.arrays import Arrays
+from gradfuse.passes.propagation import Facts
 from gradfuse.training.batch_checks import SizeCheck
 
 _OF_SHAPES = frozenset(
@@ -30,6 +36,14 @@ _OF_SHAPES = frozenset(
 """Operators whose results naturally depend on sizes."""
 _DRAWN = 3
 """How many batches are drawn if one that repeats the given one has equal numbers."""
+_MATRIX = 2
+_FRAGILE = frozenset(
+    """
+    _embedding_bag _embedding_bag_forward_only _native_batch_norm_legit _native_batch_norm_legit_functional
+    _pdist_backward _pdist_forward _segment_reduce_backward linalg_lstsq lu_unpack native_batch_norm segment_reduce
+    """.split()
+)
+"""Those of PyTorch's operators whose kernels, given an empty tensor, may end the process."""
 _OF_NUMBERS = frozenset("mul div add sub rsub pow clamp fill_".split())
 """Operators that take numbers as they take tensors."""
 
@@ -114,8 +128,9 @@ def checks_of(
 ) -> list[SizeCheck]:
     """Return what must hold of sizes for a model to be right, and warn the user of it.
 
-    The model is tried where it may be right although something does not hold. So it is at a size of 1: PyTorch's export
-    takes every size that varies to be at least 2, whatever the code does at 1.
+    The model is tried where it may be right although something does not hold. So it is at sizes of 1, where the code
+    asks for them, and of 0: PyTorch's export takes every size that varies to be at least 2, whatever the code does at
+    smaller ones.
 
     Args:
         truth: what PyTorch computes at the sizes of the batch.
@@ -129,22 +144,61 @@ def checks_of(
 
     @functools.cache
     def is_right(dimension: str, size: int) -> bool:
-        return has_onnxruntime() and _is_right(truth, model, opened, dimension, size, shapes, which)
+        return has_onnxruntime() and _is_right(truth, model, opened, {dimension: size}, shapes, which)
 
     found = list(assumed.checks)
     for one in assumed.uncertain:
         if not all(is_right(one.dimension, size) for size in one.unlike):
             sizes.tell(one.text)
             found += [] if one.check is None else [one.check]
+    axes = _varied(model, shapes)
+    summed = _summed(model, set(axes))
+    empty = [label for label in axes if label not in summed and is_right(label, 0)]
+    found += [explaining.filled(axes[label][:1]) for label in axes if label not in empty]
+    for pair in itertools.combinations(empty, 2):
+        if not _is_right(truth, model, opened, dict.fromkeys(pair, 0), shapes, which):
+            found.append(explaining.filled([axes[label][0] for label in pair]))
+    return found
+
+
+def _varied(model: ir.Model, shapes: DynamicShapes) -> dict[str, list[Axis]]:
+    """Return the dimensions that vary in a model, by name, and the axes of its inputs that have them."""
+    found: dict[str, list[Axis]] = {}
+    for value in model.graph.inputs:
+        for axis, label in shapes.names.get(str(value.name), {}).items():
+            if value.shape is not None and not isinstance(value.shape[axis], int):
+                found.setdefault(label, []).append((str(value.name), axis))
+    return found
+
+
+def _summed(model: ir.Model, labels: set[str]) -> set[str]:
+    """Return the dimensions that several matrix products at once may sum over.
+
+    onnxruntime's transposed ones of nothing are not 0, but what was in memory; and it does not broadcast those.
+    """
+    facts, found = Facts(model), set[str]()
+    for node in model.graph:
+        if node.op_type != "MatMul" or node.domain:
+            continue
+        left, right = (facts.shapes.get(value) if value is not None else None for value in node.inputs)
+        if not left or left[-1] in facts.invented:
+            return labels
+        if right is None or not len(left) == len(right) == _MATRIX:
+            found |= set(re.findall(r"\w+", str(left[-1])))
     return found
 
 
 def _is_right(
-    truth: Truth, model: ir.Model, opened: Opened, dimension: str, size: int, shapes: DynamicShapes, which: str
+    truth: Truth, model: ir.Model, opened: Opened, changed: Mapping[str, int], shapes: DynamicShapes, which: str
 ) -> bool:
-    """Whether a model gives what PyTorch gives where a dimension has another size, and the others that of the batch."""
-    axes = {(name, axis): size for name, one in shapes.names.items() for axis in one if one[axis] == dimension}
-    found = _run(truth, OtherSizes((dimension,), axes))
+    """Whether a model gives what PyTorch gives where dimensions have other sizes, and the others those of the batch."""
+    axes = {
+        (name, axis): changed[label]
+        for name, one in shapes.names.items()
+        for axis, label in one.items()
+        if label in changed
+    }
+    found = _run(truth, OtherSizes(tuple(changed), axes))
     if isinstance(found, Exception):
         return False
     try:
@@ -154,12 +208,28 @@ def _is_right(
     return True
 
 
+class _Sturdy(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators of PyTorch that may end the process where a tensor is empty."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        tensors = private.tensors_in((args, kwargs))
+        if name in _FRAGILE and any(isinstance(one, Tensor) and not one.numel() for one in tensors):
+            raise ValueError(f"{name} of an empty tensor")
+        return func(*args, **(kwargs or {}))
+
+
+def _sturdy() -> private.TorchDispatchMode:
+    return _Sturdy()  # type: ignore[no-untyped-call]
+
+
 def _run(truth: Truth, sizes: OtherSizes) -> tuple[TorchStep, Arrays] | Exception:
     """Return a step of other sizes, and what PyTorch gives for it; or why it gives nothing."""
     failure: Exception | None = None
     for step in sizes.steps(truth.step):
         try:
-            return step, truth.run(step, lambda tensor: tensor)
+            with _sturdy() if 0 in sizes.sizes.values() else contextlib.nullcontext():
+                return step, truth.run(step, lambda tensor: tensor)
         except Exception as error:
             # A user's module may raise anything.
             failure = failure or error

@@ -70,6 +70,8 @@ _SQUEEZES = [getattr(torch.ops.aten.squeeze, overload) for overload in ("default
 _SLICE = "_compute_slice_index"
 _SLICING = (_SLICE, "split")
 """Functions of torch whose conditions on sizes are attributed to the code that calls them."""
+_VERIFYING = ("_verify_batch_size", "_verify_spatial_size")
+"""Functions of torch that raise where a normalization is of one value."""
 _OPERATORS = os.path.join("torch", "_ops.py")
 """Where operators in C++ are called, which ask for remainders of sizes to compute something else, or to raise."""
 _RUNNERS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("torch_step.py", "evaluation.py"))
@@ -207,8 +209,9 @@ class Sizes:
         # With the location itself, so that no other gets its id.
         self._asked: dict[int, tuple[Any, str]] = {}
         self._told: set[str] = set()
-        # By what knows its symbols, a condition that the user's code decides by -> the place.
-        self._decided: dict[int, tuple[Any, dict[Any, str]]] = {}
+        # By what knows its symbols: a condition that the user's code decides by -> the place; and one at which a
+        # function of torch raises -> what it then says.
+        self._decided: dict[int, tuple[Any, dict[Any, str], dict[Any, str]]] = {}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -225,10 +228,14 @@ class Sizes:
                 self.lines.append(where)
 
         def note_decided(condition: Any, environment: Any) -> None:
-            _, places = self._decided.setdefault(id(environment), (environment, {}))
-            where = None if condition in places or not _is_decided_by_users() else current_line()
+            _, places, raising = self._decided.setdefault(id(environment), (environment, {}, {}))
+            frame = None if condition in places else _deciding()
+            where = current_line() if frame is not None and is_users(frame.f_code.co_filename) else None
             if where is not None:
                 places[condition] = text_of(*where)
+            elif frame is not None and frame.f_back is not None and frame.f_code.co_name in _VERIFYING:
+                name = frame.f_back.f_code.co_name.replace("_norm", " normalisation")
+                raising[condition] = f"{name} of one value per channel, expected more"
 
         watched = private.when_a_size_becomes_constant(note), private.when_sizes_are_asked_for(note_asked)
         with watched[0], watched[1], private.when_a_condition_is_decided(note_decided):
@@ -294,22 +301,31 @@ class Sizes:
     def _of_several(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> Iterator[Assumption]:
         """Yield that dimensions are at least 2 of which code asks what is so from there on, but not at 1."""
         environment = private.shape_environment(program)
-        _, places = self._decided.get(id(environment), (None, {}))
+        _, places, _ = self._decided.get(id(environment), (None, {}, {}))
         for expression, place in (places | _squeezed(program)).items():
-            found = {str(one): private.sources_of(environment, one)[:1] for one in expression.free_symbols}
-            axes = {symbol: _axis(step, source) for symbol, sources in found.items() for source in sources}
-            if not axes or len(axes) < len(found) or None in axes.values():
+            axes = _axes_in(step, environment, expression)
+            if not axes:
                 continue
             condition = private.SizeCondition({}, expression, None, "", 0, "")
-            given = {symbol: step.batch[axis[0]].shape[axis[1]] for symbol, axis in axes.items() if axis}
-            labels = {symbol: axis and shapes.names.get(axis[0], {}).get(axis[1]) for symbol, axis in axes.items()}
+            given = {symbol: step.batch[axis[0]].shape[axis[1]] for symbol, axis in axes.items()}
+            labels = {symbol: shapes.names.get(axis[0], {}).get(axis[1]) for symbol, axis in axes.items()}
             for label in dict.fromkeys(labels.values()):
                 same = [symbol for symbol, one in labels.items() if one == label]
                 at = {size: condition.holds(given | dict.fromkeys(same, size)) for size in (1, *_SOME)}
                 axis = axes[same[0]]
-                if axis is not None and label and at.pop(1) not in at.values() and len({*at.values()}) == 1:
+                if label and at.pop(1) not in at.values() and len({*at.values()}) == 1:
                     assumed = _asked_by(_in_range(axis, _SMALLEST, None), place)
                     yield dataclasses.replace(assumed, dimension=label, unlike=(1,))
+
+    def _raising(self, step: TorchStep, program: ExportedProgram) -> Iterator[SizeCheck]:
+        """Yield that conditions at which functions of torch raise do not hold."""
+        environment = private.shape_environment(program)
+        _, _, raising = self._decided.get(id(environment), (None, {}, {}))
+        for expression, wanted in raising.items():
+            sizes = {symbol: SizeOf(*axis) for symbol, axis in _axes_in(step, environment, expression).items()}
+            term = term_of(expression, sizes) if sizes else None
+            if term is not None:
+                yield SizeCheck(Term("Not", (term,)), wanted)
 
     def warn(self, step: TorchStep, program: ExportedProgram, shapes: DynamicShapes) -> Assumed:
         """Return what was assumed of sizes from the batch, because code tests it; warn the user of what is certain."""
@@ -326,7 +342,8 @@ class Sizes:
         certain = [one for one in found if not one.unlike]
         for one in certain:
             self.tell(one.text)
-        return Assumed([one.check for one in certain if one.check is not None], [one for one in found if one.unlike])
+        checks = [one.check for one in certain if one.check is not None]
+        return Assumed([*checks, *self._raising(step, program)], [one for one in found if one.unlike])
 
     def tell(self, text: str) -> None:
         """Warn the user of something once."""
@@ -391,6 +408,14 @@ class Assumed:
 
     checks: Sequence[SizeCheck] = ()
     uncertain: Sequence[Assumption] = ()
+
+
+def filled(axes: Sequence[tuple[str, int]]) -> SizeCheck:
+    """Return that of axes of the batch not all are of size 0, as a model is not right there."""
+    sizes = [Term("GreaterOrEqual", (SizeOf(*axis), 1)) for axis in axes]
+    term = functools.reduce(lambda left, right: Term("Or", (left, right)), sizes)
+    named = " or ".join(f"axis {axis} of {name!r}" for name, axis in axes)
+    return SizeCheck(term, f"{named} out of range, expected at least 1")
 
 
 def _asked_by(assumption: Assumption, place: str) -> Assumption:
@@ -468,6 +493,18 @@ def _multiples(step: TorchStep, program: ExportedProgram) -> dict[tuple[tuple[st
             term = Term("Equal", (Term("Mod", (SizeOf(*axis), number)), 0))
             wanted = f"axis {axis[1]} of {axis[0]!r} out of range, expected a multiple of {number}"
             found[axis, line] = Assumption(text, term, wanted)
+    return found
+
+
+def _axes_in(step: TorchStep, environment: Any, expression: Any) -> dict[str, tuple[str, int]]:
+    """Return the axes of the batch that the symbols of an expression are the sizes of; none if one is anything else."""
+    found: dict[str, tuple[str, int]] = {}
+    for symbol in expression.free_symbols:
+        sources = private.sources_of(environment, symbol)
+        axis = _axis(step, sources[0]) if sources else None
+        if axis is None:
+            return {}
+        found[str(symbol)] = axis
     return found
 
 
@@ -706,12 +743,12 @@ _SYMBOLIC = (
 """Where symbolic sizes are made numbers and truth values."""
 
 
-def _is_decided_by_users() -> bool:
-    """Whether the user's code itself makes a condition on sizes a truth value, and no function that it calls."""
+def _deciding() -> FrameType | None:
+    """Return the frame of the code that makes a condition on sizes a truth value."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLIC):
         frame = frame.f_back
-    return frame is not None and is_users(frame.f_code.co_filename)
+    return frame
 
 
 def names_here() -> tuple[str, ...]:

@@ -39,7 +39,7 @@ from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.reporting import quiet, refusal
 from gradfuse.export.simplifying import simplify
 from gradfuse.export.torch_step import Outcome, TorchStep
-from gradfuse.export.translation import always_chosen, grid_sampler_3d, onnx_translation_table
+from gradfuse.export.translation import always_chosen, grid_sampler_3d, onnx_translation_table, reshape
 from gradfuse.models import reading
 from gradfuse.models.arrays import to_numpy
 from gradfuse.models.memory import collection_paused
@@ -63,6 +63,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
             **standins.translations(),
             **watching.translations(),
             torch.ops.aten.grid_sampler_3d.default: grid_sampler_3d,
+            torch.ops.aten.reshape.default: reshape,
             **own_gradients.translations(),
             **indices.translations(),
         }

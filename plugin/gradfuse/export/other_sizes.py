@@ -89,7 +89,7 @@ class OtherSizes:
             for name, tensor in step.batch.items():
                 sizes = {axis: size for (one, axis), size in self.sizes.items() if one == name}
                 tensors[name] = _resized(tensor.detach(), sizes, repeats=repeats)
-                if _are_ends(tensor, totals):
+                if tensors[name].numel() and _are_ends(tensor, totals):
                     tensors[name] = _ending(tensors[name], changes.get(int(tensor[-1]), int(tensor[-1])))
                 elif fitted:
                     tensors[name] = _fitted(tensors[name], changes)

@@ -223,6 +223,16 @@ def masked_select(self: Any, mask: Any) -> Any:
     return op.Compress(op.Reshape(selected, line), op.Reshape(condition, line))
 
 
+def reshape(self: Any, shape: Sequence[Any]) -> Any:
+    """aten::reshape: `self` in another shape, in which 0 is a size: torch.onnx takes it for that of the tensor."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    last = op.Constant(value_ints=[-1])
+    sizes = [op.Constant(value_ints=[one]) if isinstance(one, int) else op.Reshape(one, last) for one in shape]
+    return op.Reshape(self, op.Concat(*sizes, axis=0) if sizes else op.Constant(value_ints=[]), allowzero=1)
+
+
 def view_of(a: Any) -> Any:
     """prims::view_of: the tensor itself, of any shape and type."""
     from onnxscript import opset18

@@ -9,10 +9,8 @@ are copied for this, so that the originals may be rewritten. Ranges of whole inp
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import mul
 
 import numpy as np
 import onnx_ir as ir
@@ -110,31 +108,10 @@ def ranges_of(checks: Iterable[Check]) -> dict[str, tuple[IndexRange, ...]]:
     return {name: tuple(ranges) for name, ranges in found.items()}
 
 
-def normalised_of(model: ir.Model, batch: Mapping[ir.Value, str]) -> set[tuple[SizeOf, ...]]:
-    """Return sizes of the batch, for each batch normalisation of as many values per channel as their product.
-
-    Of one value the variance, and the running one, would be NaN, and PyTorch refuses it.
-
-    Args:
-        model: a translated step.
-        batch: the inputs of its graph that are the batch's, with their names.
-    """
-    known = {str(size): SizeOf(name, axis) for one, name in batch.items() for axis, size in enumerate(one.shape or ())}
-    found = set()
-    for node in model.graph:
-        value = node.inputs[0] if (node.domain, node.op_type) == (DOMAIN, "BatchNorm") else None
-        sizes = [str(size) for axis, size in enumerate((value and value.shape) or ()) if axis != 1]
-        free = [size for size in sizes if size != "1"]
-        if free and all(not size.isdecimal() and size in known for size in free):
-            found.add(tuple(known[size] for size in free))
-    return found
-
-
 def append(
     model: ir.Model,
     checks: Iterable[Check],
     prefix: str,
-    normalised: Iterable[tuple[SizeOf, ...]] = (),
     size_checks: Iterable[SizeCheck] = (),
 ) -> None:
     """Make a step's model fail if an index is out of range, unless an operator in it already does.
@@ -143,13 +120,17 @@ def append(
         model: a step, with the inputs that the checks are of.
         checks: they become part of the model.
         prefix: what no name in the graph begins with.
-        normalised: see `normalised_of`: the model also fails where one of these products is 1.
         size_checks: where one of these does not hold, it fails as well.
     """
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
     loss = next(value for value in graph.outputs if value.name == LOSS)
-    result = _of_sizes(graph, loss, prefix, normalised, size_checks)
+    nodes = Nodes(f"{prefix}/sizes")
+    result = _where_sizes_fit(graph, nodes, nodes.of(loss), size_checks)
+    producer = loss.producer()
+    if producer is not None:
+        # Not at the end: onnxruntime chooses by their places what it runs first, and a gradient tells more of a label.
+        graph.insert_after(producer, nodes.tape.nodes)
     nodes = Nodes(prefix)
     for number, check in enumerate(check for check in checks if not _is_checked(graph, check)):
         given = {value: inputs[name] for name, value in check.inputs.items()}
@@ -203,32 +184,6 @@ def append_to_evaluation(model: ir.Model, size_checks: Iterable[SizeCheck], pref
         result.name = name
         graph.outputs[place] = result
     graph.extend(nodes.tape.nodes)
-
-
-def _of_sizes(
-    graph: ir.Graph,
-    loss: ir.Value,
-    prefix: str,
-    normalised: Iterable[tuple[SizeOf, ...]],
-    size_checks: Iterable[SizeCheck],
-) -> GraphTensor:
-    """Return the loss, by nodes that fail at some sizes, as where a batch normalisation is of one value per channel."""
-    nodes = Nodes(f"{prefix}/sizes")
-    result = nodes.of(loss)
-    for sizes in sorted(normalised, key=str):
-        known = [_size(graph, nodes, one) for one in sizes]
-        if None in known:
-            continue
-        count = functools.reduce(mul, (nodes.of(size) for size in known if size is not None))
-        one = _constant(graph, nodes, 1, (), ir.DataType.INT64)
-        is_one = nodes.op("Equal", [count.value, one], ir.DataType.BOOL, ()).cast(ir.DataType.INT64)
-        result = _unless(graph, nodes, result, is_one, "batch normalisation of one value per channel, expected more")
-    result = _where_sizes_fit(graph, nodes, result, size_checks)
-    producer = loss.producer()
-    if producer is not None:
-        # Not at the end: onnxruntime chooses by their places what it runs first, and a gradient tells more of a label.
-        graph.insert_after(producer, nodes.tape.nodes)
-    return result
 
 
 def _where_sizes_fit(

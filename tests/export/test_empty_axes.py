@@ -1,0 +1,179 @@
+"""Axes of size 0, as of an image without boxes: what a step gives is what PyTorch gives, or an error.
+
+torch.export takes every size to be at least 2, and onnxruntime's mean of nothing is 0.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradfuse import ModelError, TrainingSession, TrainingStep, export_training_step
+
+
+class OfBoxes(nn.Module):
+    """A number for each image, and one that depends on a list of boxes for each."""
+
+    def __init__(self, function: Callable[[OfBoxes, Tensor], Any]) -> None:
+        super().__init__()
+        self.image, self.layer, self.norm = nn.Linear(3, 1), nn.Linear(4, 5), nn.BatchNorm1d(5)
+        self.classes = nn.Embedding(7, 5)
+        self.function = function
+
+    def forward(self, image: Tensor, boxes: Tensor) -> Tensor:
+        return self.image(image).sum() + self.function(self, boxes)  # type: ignore[no-any-return]
+
+
+def _summed(module: OfBoxes, boxes: Tensor) -> Any:
+    return module.layer(boxes).square().sum()
+
+
+def _per_place(module: OfBoxes, boxes: Tensor) -> Any:
+    return (module.layer(boxes).softmax(-1).log() * boxes[..., :1]).sum()
+
+
+def _embedded(module: OfBoxes, boxes: Tensor) -> Any:
+    return module.classes((boxes[..., 0] > 0).long()).sum()
+
+
+def _padded(module: OfBoxes, boxes: Tensor) -> Any:
+    empty = module.layer.bias.expand(boxes.shape[0], 1, 5)
+    return torch.cat([module.layer(boxes), empty], 1).tanh().sum()
+
+
+def _multiplied(module: OfBoxes, boxes: Tensor) -> Any:
+    return (module.layer(boxes).prod(1) + module.layer(boxes).cumsum(1).sum(1)).sum()
+
+
+def _divided(module: OfBoxes, boxes: Tensor) -> Any:
+    return module.layer(boxes).sum() / max(boxes.shape[1], 1)
+
+
+def _mean(module: OfBoxes, boxes: Tensor) -> Any:
+    return module.layer(boxes).mean(1).nan_to_num(3.0).sum()
+
+
+def _largest(module: OfBoxes, boxes: Tensor) -> Any:
+    return module.layer(boxes).amax(1).clamp(min=-1.0).sum()
+
+
+def _if_any(module: OfBoxes, boxes: Tensor) -> Any:
+    return torch.where((boxes > 0).any(), module.layer.weight.sum(), module.layer.bias.sum())
+
+
+def _if_all(module: OfBoxes, boxes: Tensor) -> Any:
+    return torch.where((boxes[..., 0] > 0).all(1), module.layer.weight.sum(), module.layer.bias.sum()).sum()
+
+
+def _asked_by_len(module: OfBoxes, boxes: Tensor) -> Any:
+    if len(boxes.transpose(0, 1)) == 0:
+        return module.layer.weight.sum()
+    return module.layer(boxes).sum()
+
+
+def _asked_by_numel(module: OfBoxes, boxes: Tensor) -> Any:
+    return module.layer(boxes).sum() if boxes.numel() else module.layer.weight.sum()
+
+
+def _normalised(module: OfBoxes, boxes: Tensor) -> Any:
+    return module.norm(module.layer(boxes).flatten(0, 1)).square().sum()
+
+
+def _products(module: OfBoxes, boxes: Tensor) -> Any:
+    return (module.layer(boxes).transpose(1, 2) @ boxes).exp().sum()
+
+
+def _exported(function: Callable[[OfBoxes, Tensor], Any], *, fuse: bool) -> tuple[OfBoxes, TrainingStep]:
+    torch.manual_seed(0)
+    module = OfBoxes(function)
+    batch = (torch.randn(2, 3), torch.randn(3, 4, 4)), ()
+    with warnings.catch_warnings():
+        # Sizes of 1 may be refused as well.
+        warnings.filterwarnings("ignore", "export_training_step: axis")
+        return module, export_training_step(
+            module,
+            None,
+            batch,
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            dynamic_shapes=((None, {0: "rows", 1: "boxes"}), ()),
+            fuse=fuse,
+        )
+
+
+@pytest.mark.parametrize(
+    "function, right",
+    [
+        (_summed, {(0, 4), (3, 0), (0, 0)}),
+        (_per_place, {(0, 4), (3, 0), (0, 0)}),
+        (_embedded, {(0, 4), (3, 0), (0, 0)}),
+        (_padded, {(0, 4), (3, 0), (0, 0)}),
+        (_multiplied, {(0, 4), (3, 0), (0, 0)}),
+        (_divided, {(0, 4)}),
+        (_mean, {(0, 4)}),
+        (_largest, {(0, 4)}),
+        (_if_any, set()),
+        (_if_all, {(0, 4)}),
+        (_asked_by_len, {(0, 4)}),
+        (_asked_by_numel, set()),
+        (_normalised, set()),
+        (_products, {(0, 4)}),
+    ],
+)
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.sampled(every=3)
+def test_no_boxes_give_what_torch_gives_or_an_error(
+    function: Callable[[OfBoxes, Tensor], Any], right: set[tuple[int, int]], fuse: bool
+) -> None:
+    module, step = _exported(function, fuse=fuse)
+    session = TrainingSession(step)
+    image = torch.randn(2, 3)
+    for sizes in ((0, 4), (3, 0), (0, 0), (5, 7)):
+        boxes, before = torch.randn(*sizes, 4), session.state_dict()
+        if sizes in right or 0 not in sizes:
+            module.load_state_dict({name: torch.from_numpy(value) for name, value in before.items()}, strict=False)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            loss = module(image, boxes)
+            loss.backward()
+            optimizer.step()
+            updated = {name: value.numpy() for name, value in module.state_dict().items()}
+            assert session.step((image, boxes)) == pytest.approx(loss.item(), rel=1e-5, abs=1e-5)
+            for name, value in session.state_dict().items():
+                np.testing.assert_allclose(value, updated[name], rtol=1e-4, atol=1e-5)
+        else:
+            with pytest.raises(ModelError, match=r"axis [01] of 'boxes' out of range, expected at least 1"):
+                session.step((image, boxes))
+            for name, value in session.state_dict().items():
+                np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize("rows, boxes", [(1, 1), (1, 2), (2, 1)])
+def test_normalisation_of_one_value_is_refused_where_a_product_of_sizes_is_1(rows: int, boxes: int) -> None:
+    module, step = _exported(_normalised, fuse=True)
+    image, given = torch.randn(2, 3), torch.randn(rows, boxes, 4)
+    session = TrainingSession(step)
+    if rows * boxes == 1:
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            module(image, given)
+        with pytest.raises(ModelError, match="batch normalisation of one value per channel, expected more"):
+            session.step((image, given))
+    else:
+        assert session.step((image, given)) == pytest.approx(module(image, given).item(), rel=1e-4)
+
+
+def test_evaluation_of_no_boxes_gives_what_torch_gives_or_an_error() -> None:
+    image = torch.randn(2, 3)
+    for function, is_right in ((_summed, True), (_asked_by_len, False), (_mean, False)):
+        module, step = _exported(function, fuse=True)
+        session, boxes = TrainingSession(step), torch.randn(3, 0, 4)
+        if is_right:
+            assert session.evaluate((image, boxes)) == pytest.approx(module.eval()(image, boxes).item(), rel=1e-5)
+        else:
+            with pytest.raises(ModelError, match=r"axis 1 of 'boxes' out of range, expected at least 1"):
+                session.evaluate((image, boxes))
