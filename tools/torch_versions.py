@@ -27,6 +27,10 @@ TESTS = (
     "export/test_watching",
     "export/test_dropout",
     "export/test_export_training_step",
+    "export/test_own_gradients",
+    "export/test_checkpoints",
+    "export/test_explaining",
+    "export/test_empty_axes",
 )
 OF_CUDA = re.compile(r"(__)?(cu|nccl|nvml|nvrtc|nvshmem)")
 NO_DEVICE = 100

@@ -478,22 +478,47 @@ def functions_applied_by(
 ) -> Iterator[None]:
     """Let `apply` of every `torch.autograd.Function` be another function, of the class, its arguments and named ones.
 
-    Those that are `untouched` keep theirs. Code may hold the method of a class from before, which is found again by its
-    code alone.
+    Those that are `untouched` keep theirs. Code may hold the method of a class from before: up to PyTorch 2.13 it is
+    found again by its code; later ones are found among the globals of modules alone.
     """
-    original: Any = torch.autograd.Function.apply
-    code = original.__func__.__code__
-    as_is = types.FunctionType(code, original.__func__.__globals__, closure=original.__func__.__closure__)
+    owner: Any = torch.autograd.Function
+    original = vars(owner)["apply"]
+    has_code = hasattr(original, "__func__")
+    code = original.__func__.__code__ if has_code else None
+
+    def as_is(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not has_code:
+            return original.__get__(None, function)(*args, **kwargs)
+        own = original.__func__
+        return types.FunctionType(code, own.__globals__, closure=own.__closure__)(function, *args, **kwargs)
 
     def applied(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return as_is(function, *args, **kwargs) if function in untouched else apply(function, args, kwargs)
 
+    def held_globally() -> Iterator[tuple[dict[str, Any], str, Any]]:
+        for names in [vars(module) for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]:
+            for name, value in list(names.items()):
+                if type(value) is types.BuiltinMethodType and value.__name__ == "apply":
+                    if isinstance(value.__self__, type) and issubclass(value.__self__, owner):
+                        yield names, name, value
+
+    held = [] if has_code else list(held_globally())
     _APPLYING.append(applied)
-    original.__func__.__code__ = _Applied.apply.__code__
+    if has_code:
+        original.__func__.__code__ = _Applied.apply.__code__
+    else:
+        owner.apply = classmethod(_Applied.apply)
+    for names, name, method in held:
+        names[name] = method.__self__.apply
     try:
         yield
     finally:
-        original.__func__.__code__ = code
+        if has_code:
+            original.__func__.__code__ = code
+        else:
+            owner.apply = original
+        for names, name, method in held:
+            names[name] = method
         _APPLYING.pop()
 
 
@@ -515,7 +540,10 @@ def checkpoints_replaced(around: Callable[[Any], contextlib.AbstractContextManag
     from torch.utils import checkpoint
 
     module: Any = checkpoint
-    originals = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    # PyTorch 2.14 gives this one the arguments as a tuple and a dictionary.
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if hasattr(module, f"{name}_impl") else name
+    originals = module.CheckpointFunction, getattr(module, name)
 
     class Called:
         @staticmethod
@@ -527,11 +555,16 @@ def checkpoints_replaced(around: Callable[[Any], contextlib.AbstractContextManag
         with context_fn()[0] if context_fn is not None else contextlib.nullcontext(), around((args, kwargs)):
             yield
 
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Called, generator
+    def generator_of_parts(function: Any, args: Any, kwargs: Any, *, context_fn: Any = None, **options: Any) -> Any:
+        return generator(function, None, context_fn, *args, **kwargs)
+
+    module.CheckpointFunction = Called
+    setattr(module, name, generator_of_parts if name.endswith("_impl") else generator)
     try:
         yield
     finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = originals
+        module.CheckpointFunction = originals[0]
+        setattr(module, name, originals[1])
 
 
 # Operators and trees of tensors.

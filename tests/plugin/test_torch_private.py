@@ -176,14 +176,18 @@ class Prepared(torch.autograd.Function):
         return grad * 3
 
 
+HELD: Any = Counted.apply
+
+
 def test_functions_applied_by() -> None:
     with needed("the code of torch.autograd.Function.apply", "trace functions with a backward pass of their own"):
-        held: Any = Counted.apply
         x = torch.ones(2, requires_grad=True)
-        with private.functions_applied_by(lambda function, args, kwargs: (function, args, kwargs)):
-            assert held(x) == (Counted, (x,), {})
-        (gradient,) = torch.autograd.grad(held(x).sum(), x)
-        assert (gradient == 3).all()
+        with private.functions_applied_by(lambda function, args, kwargs: (function, args, kwargs), [Prepared]):
+            assert HELD(x) == Counted.apply(x) == (Counted, (x,), {})
+            y: Any = Prepared.apply(x)
+        assert (torch.autograd.grad(y.sum(), x)[0] == 3).all()
+        for apply in (HELD, Counted.apply):
+            assert (torch.autograd.grad(apply(x).sum(), x)[0] == 3).all()
 
 
 def test_has_setup_context() -> None:

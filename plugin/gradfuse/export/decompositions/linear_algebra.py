@@ -25,7 +25,8 @@ def table() -> dict[Any, Callable[..., Any]]:
     return {
         aten.linalg_cholesky_ex.default: cholesky,
         aten.linalg_solve_triangular.default: solve_triangular,
-        aten.cholesky.default: cholesky_factor,
+        # Up to PyTorch 2.13.
+        **({aten.cholesky.default: cholesky_factor} if hasattr(aten, "cholesky") else {}),
         aten.cholesky_solve.default: cholesky_solve,
         aten.cholesky_inverse.default: cholesky_inverse,
         aten.triangular_solve.default: triangular_solve,
