@@ -484,7 +484,7 @@ def functions_applied_by(
     owner: Any = torch.autograd.Function
     original = vars(owner)["apply"]
     has_code = hasattr(original, "__func__")
-    code = original.__func__.__code__ if has_code else None
+    code: Any = original.__func__.__code__ if has_code else None
 
     def as_is(function: Any, *args: Any, **kwargs: Any) -> Any:
         if not has_code:
@@ -507,7 +507,8 @@ def functions_applied_by(
     if has_code:
         original.__func__.__code__ = _Applied.apply.__code__
     else:
-        owner.apply = classmethod(_Applied.apply)
+        of_class: Any = _Applied.apply
+        owner.apply = classmethod(of_class)
     for names, name, method in held:
         names[name] = method.__self__.apply
     try:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.torch_version import TorchVersion
 
 import gradfuse
 from gradfuse import _torch_private as private
@@ -176,6 +177,8 @@ class Prepared(torch.autograd.Function):
         return grad * 3
 
 
+Called: Any = Counted
+Untouched: Any = Prepared
 HELD: Any = Counted.apply
 
 
@@ -183,10 +186,10 @@ def test_functions_applied_by() -> None:
     with needed("the code of torch.autograd.Function.apply", "trace functions with a backward pass of their own"):
         x = torch.ones(2, requires_grad=True)
         with private.functions_applied_by(lambda function, args, kwargs: (function, args, kwargs), [Prepared]):
-            assert HELD(x) == Counted.apply(x) == (Counted, (x,), {})
-            y: Any = Prepared.apply(x)
+            assert HELD(x) == Called.apply(x) == (Counted, (x,), {})
+            y = Untouched.apply(x)
         assert (torch.autograd.grad(y.sum(), x)[0] == 3).all()
-        for apply in (HELD, Counted.apply):
+        for apply in (HELD, Called.apply):
             assert (torch.autograd.grad(apply(x).sum(), x)[0] == 3).all()
 
 
@@ -981,6 +984,7 @@ def test_checks_of_distributions() -> None:
         assert type(torch.distributions.constraints.positive_definite).check.__code__ in found
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.10", reason="PyTorch 2.9 refuses int(size / 2)")
 def test_whole_part() -> None:
     with needed("the expressions of sizes that torch.export makes", "take int(size / 2) as a size"):
 

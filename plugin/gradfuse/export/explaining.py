@@ -67,8 +67,8 @@ _CONSTANT = re.compile(
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 _AXIS = re.compile(r"L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\]")
 _SQUEEZES = [getattr(torch.ops.aten.squeeze, overload) for overload in ("default", "dim", "dims")]
-_SLICE = "_compute_slice_index"
-_SLICING = (_SLICE, "split")
+_SLICES = ("_compute_slice_index", "slice_forward")
+_SLICING = (*_SLICES, "split")
 """Functions of torch whose conditions on sizes are attributed to the code that calls them."""
 _VERIFYING = ("_verify_batch_size", "_verify_spatial_size")
 """Functions of torch that raise where a normalization is of one value."""
@@ -457,7 +457,7 @@ def _assumed(
         unlike = tuple(itertools.islice((one for one in others if not holds([one])), _UNLIKE)) if label else ()
         return Assumption(text, term, wanted, label or "", unlike)
     least, most = found
-    if condition.function == _SLICE and condition.is_strict:
+    if condition.function in _SLICES and condition.is_strict:
         # Up to its own end, a slice is all that there is.
         least, most = least and least - 1, most and most + 1
     return _in_range((name, axis), least, most)
