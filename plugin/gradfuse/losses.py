@@ -85,6 +85,14 @@ class Loss(abc.ABC):
         """The inputs that it adds: one tensor like the output, for most."""
         return (Target("target", None, lambda shape: shape),)
 
+    def sizes(self, rank: int) -> Mapping[int, int]:
+        """Axis of an output of this rank -> the size that the options of the loss fix, such as that of class weights.
+
+        Raises:
+            ArgumentError: the options fit no output of this rank.
+        """
+        return {}
+
     @abc.abstractmethod
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
         """Append the loss to a graph.
@@ -104,6 +112,15 @@ class Loss(abc.ABC):
 
 def _classes(shape: Sequence[int | str | None]) -> Sequence[int | str | None]:
     return [shape[0], *shape[2:]]
+
+
+def _class_sizes(loss: CrossEntropyLoss | NLLLoss) -> Mapping[int, int]:
+    if loss.weight is None:
+        return {}
+    shape = np.shape(loss.weight)
+    if len(shape) != 1:
+        raise ArgumentError(f"{type(loss).__name__}: weight has shape {list(shape)}; expected one number per class")
+    return {1: shape[0]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +158,9 @@ class CrossEntropyLoss(Loss):
     @property
     def takes(self) -> str:
         return "logits" if self.from_logits else "probabilities"
+
+    def sizes(self, rank: int) -> Mapping[int, int]:
+        return _class_sizes(self)
 
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
         if not self.from_logits:
@@ -204,6 +224,9 @@ class NLLLoss(Loss):
     @property
     def targets(self) -> tuple[Target, ...]:
         return (Target("target", ir.DataType.INT64, _classes),)
+
+    def sizes(self, rank: int) -> Mapping[int, int]:
+        return _class_sizes(self)
 
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
         weight = None if self.weight is None else output.tape.constant(self.weight, output.dtype)
@@ -335,6 +358,14 @@ class BCEWithLogitsLoss(Loss):
     @property
     def takes(self) -> str:
         return "logits"
+
+    def sizes(self, rank: int) -> Mapping[int, int]:
+        shape = () if self.pos_weight is None else np.shape(self.pos_weight)
+        if len(shape) > rank:
+            raise ArgumentError(
+                f"BCEWithLogitsLoss: pos_weight has shape {list(shape)}; expected at most {rank} dimensions"
+            )
+        return {axis: size for axis, size in enumerate(shape, rank - len(shape)) if size != 1}
 
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
         target = targets[0]

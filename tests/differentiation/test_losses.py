@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfuse import ArgumentError, TrainingSession, build_training_step, losses
+from gradfuse import ArgumentError, ModelError, TrainingSession, build_training_step, losses
 from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
@@ -95,3 +95,72 @@ def test_losses_are_torchs(case: int, fuse: bool) -> None:
 def test_options_out_of_range(kind: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
         kind(**options)
+
+
+def untied(body: str) -> onnx.ModelProto:
+    """Return a model whose output shares no named size with its input, as those of tf2onnx and skl2onnx."""
+    text = f"g (float[A, 2] x) => (float[B, 3] p) {{ z = MatMul(x, w) {body} }}"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}')
+    model.graph.initializer.append(onnx.numpy_helper.from_array(W.numpy(), "w"))
+    return model
+
+
+def loss_of_model() -> onnx.ModelProto:
+    text = "(float[N, C] p, float[N, C] y) => (float l) { d = Sub(p, y) a = Abs(d) l = ReduceMean<keepdims = 0>(a) }"
+    return onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> loss {text}')
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize(
+    ("body", "loss", "target", "fit"),
+    [
+        (RAW, "mse", SHARES[:1], SHARES),
+        (POSITIVE, "poisson_nll", COUNTS[:1], COUNTS),
+        (LOG_SOFTMAX, "kl_div", SHARES[:1], SHARES),
+        (SOFTMAX, "categorical_crossentropy", ONE_HOT[:1], ONE_HOT),
+        ("p = Sigmoid(z)", "bce", ONE_HOT[:1], ONE_HOT),
+        (RAW, "cross_entropy", torch.tensor([2]), torch.zeros(6, dtype=torch.int64)),
+        (RAW, losses.CrossEntropyLoss(label_smoothing=0.1), torch.tensor([2]), torch.zeros(6, dtype=torch.int64)),
+        (RAW, losses.CrossEntropyLoss(weight=WEIGHT), torch.tensor([2]), torch.zeros(6, dtype=torch.int64)),
+        (LOG_SOFTMAX, "nll", torch.tensor([2]), torch.zeros(6, dtype=torch.int64)),
+        (RAW, {"p": "l1"}, SHARES[:1], SHARES),
+        (RAW, loss_of_model(), SHARES[:1], SHARES),
+    ],
+)
+def test_targets_are_not_broadcast(body: str, loss: Any, target: Tensor, fit: Tensor, fuse: bool) -> None:
+    session = TrainingSession(build_training_step(untied(body), loss, fuse=fuse))
+    with pytest.raises(ModelError, match=r"TrainingSession\.step: "):
+        session.step(X, {"p": target} if isinstance(loss, dict) else target)
+    assert np.isfinite(session.step(X, {"p": fit} if isinstance(loss, dict) else fit))
+
+
+def test_the_error_names_the_target() -> None:
+    session = TrainingSession(build_training_step(untied(RAW), "mse"))
+    with pytest.raises(ModelError, match="target and p of different sizes along axis 0, expected equal ones"):
+        session.step(X, SHARES[:1])
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (losses.CrossEntropyLoss(weight=[1.0, 2.0]), "CrossEntropyLoss 2 weights along axis 1; expected 3"),
+        (losses.CrossEntropyLoss(weight=[1.0] * 4), "CrossEntropyLoss 4 weights along axis 1; expected 3"),
+        (losses.CrossEntropyLoss(weight=[2.0], soft_targets=True), "CrossEntropyLoss 1 weights along axis 1"),
+        (losses.NLLLoss(weight=2.0), r"weight has shape \[\]; expected one number per class"),
+        (losses.BCEWithLogitsLoss(pos_weight=[1.0, 2.0]), "BCEWithLogitsLoss 2 weights along axis 1; expected 3"),
+        (losses.BCEWithLogitsLoss(pos_weight=[[[1.0]]]), r"pos_weight has shape \[1, 1, 1\]; expected at most 2"),
+    ],
+)
+def test_weights_fit_the_output(loss: losses.Loss, text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        build_training_step(untied(RAW), loss)
+
+
+def test_weights_fit_sizes_of_the_batch() -> None:
+    text = "g (float[N, C] x) => (float[N, C] p) <float[1] w = {2}> { p = Mul(x, w) }"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}')
+    session = TrainingSession(build_training_step(model, losses.CrossEntropyLoss(weight=WEIGHT), trainable=["w"]))
+    labels = torch.zeros(6, dtype=torch.int64)
+    with pytest.raises(ModelError, match="p of another size than the weights along axis 1, expected 3"):
+        session.step(X, labels)
+    assert np.isfinite(session.step(SHARES, labels))

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 _WHO = "build_training_step"
 _PASSING = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators that pass their input on."""
+_OF_SAME_SHAPE = frozenset({"Cast", "HardSigmoid", "Identity", "LogSoftmax", "Relu", "Sigmoid", "Softmax", "Tanh"})
+"""Operators whose result has the shape of their input."""
 
 
 def build_training_step(
@@ -494,6 +496,9 @@ def _built(
         graph.outputs.append(named_output(graph, found[like], name + GRADIENT_SUFFIX, like))
     for value in wanted:
         graph.outputs.append(named_output(graph, found[value], f"{value.name}{GRADIENT_SUFFIX}", value))
+    size_checks, read = _size_checks(found_loss, (value for value in graph.inputs if value.name in batch))
+    read = [value for value in read if value not in graph.outputs and value.producer() is not None]
+    graph.outputs.extend(read)
     RemoveUnusedNodesPass()(work)
     if any(node.domain == "aclnn" for node in graph):
         functions.attach(work)
@@ -502,12 +507,14 @@ def _built(
         loaded, report = fusion.fuse_loaded(reading.owned(work), pointwise=True)
         report.near_misses[:0] = work.meta.get(LEFT, ())
         work = loaded.ir
+    if read:
+        del work.graph.outputs[-len(read) :]
     if check is not False:
         scaled = {} if scale is None else {optimizers.LOSS_SCALE: np.array(options.accumulate, np.float32)}
         check_gradients(work, evaluation, values, {**buffers, **held, **scaled}, None if check is True else check)
     if description is not None:
         optimizers.append(work, description, {*batch, *targets}, fuse=fuse)
-    batch_checks.append(work, checks, free_prefix(work.graph, "checks/")[:-1])
+    batch_checks.append(work, checks, free_prefix(work.graph, "checks/")[:-1], size_checks=size_checks)
     step = TrainingStep(
         model=to_mapped_proto(work),
         parameters=values,
@@ -629,6 +636,7 @@ class _Found:
         parts: the losses that it is the sum of, by name; empty if it is a single one.
         of: what it is taken of, the loss that is taken, and the name of the first target.
         nesting: that of the targets as arguments; None: each is one itself.
+        sizes: which sizes must be equal for it.
     """
 
     result: ir.Value
@@ -636,6 +644,7 @@ class _Found:
     parts: Mapping[str, ir.Value] = dataclasses.field(default_factory=dict)
     of: Sequence[tuple[ir.Value, losses.Loss, str]] = ()
     nesting: Any = None
+    sizes: Sequence[loss_models.SameSize] = ()
 
 
 def _loss(work: ir.Model, tape: Tape, criterion: Any, ends: Sequence[ir.Value]) -> _Found:
@@ -655,9 +664,10 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any, ends: Sequence[ir.Value]) 
     if output.shape is None:
         raise ArgumentError(f"{_WHO}: the rank of the output {output.name!r} is unknown; expected a model with shapes")
     if not isinstance(criterion, losses.Loss):
-        return _Found(*_loss_of_model(work, tape, output, criterion, ends))
-    result, targets = _loss_of_output(graph, tape, output, criterion, "")
-    return _Found(result, targets, of=[(output, criterion, targets[0])])
+        return _loss_of_model(work, tape, output, criterion, ends)
+    sizes: list[loss_models.SameSize] = []
+    result, targets = _loss_of_output(graph, tape, output, criterion, "", sizes)
+    return _Found(result, targets, of=[(output, criterion, targets[0])], sizes=sizes)
 
 
 def _sum(graph: ir.Graph, tape: Tape, criterion: _Sum, floats: Sequence[ir.Value]) -> _Found:
@@ -667,12 +677,13 @@ def _sum(graph: ir.Graph, tape: Tape, criterion: _Sum, floats: Sequence[ir.Value
     of: list[tuple[ir.Value, losses.Loss, str]] = []
     targets: list[str] = []
     arguments: list[Any] = []
+    sizes: list[loss_models.SameSize] = []
     by_output = criterion.by_output(floats)
     dtypes = {output.dtype for output in by_output}
     wide = ir.DataType.DOUBLE if ir.DataType.DOUBLE in dtypes else ir.DataType.FLOAT
     taken = {str(value.name) for value in values_of(graph)}
     for output, one in by_output.items():
-        result, added = _loss_of_output(graph, tape, output, one, f"{output.name}.")
+        result, added = _loss_of_output(graph, tape, output, one, f"{output.name}.", sizes)
         of.append((output, one, added[0]))
         targets += added
         arguments.append([str(output.name), added[0] if len(added) == 1 else added])
@@ -688,13 +699,21 @@ def _sum(graph: ir.Graph, tape: Tape, criterion: _Sum, floats: Sequence[ir.Value
         # One loss alone.
         result = total.op("Identity").value
         result.shape = ir.Shape([])
-    return _Found(result, targets, parts, of, {"arguments": arguments, "keywords": False})
+    return _Found(result, targets, parts, of, {"arguments": arguments, "keywords": False}, sizes)
 
 
 def _loss_of_output(
-    graph: ir.Graph, tape: Tape, output: ir.Value, criterion: losses.Loss, prefix: str
+    graph: ir.Graph,
+    tape: Tape,
+    output: ir.Value,
+    criterion: losses.Loss,
+    prefix: str,
+    sizes: list[loss_models.SameSize],
 ) -> tuple[ir.Value, list[str]]:
-    """Append a loss to an output; return it and the names of the inputs that it has added, with a prefix."""
+    """Append a loss to an output; return it and the names of the inputs that it has added, with a prefix.
+
+    What sizes must be equal for it is added to `sizes`.
+    """
     if output.shape is None:
         raise ArgumentError(f"{_WHO}: the rank of the output {output.name!r} is unknown; expected a model with shapes")
     name = type(criterion).__name__
@@ -704,6 +723,13 @@ def _loss_of_output(
             f"{_WHO}: the output {output.name!r} has shape {output.shape}; "
             f"{name} expected at least {criterion.least_rank} dimensions"
         )
+    for axis, size in criterion.sizes(len(dims)).items():
+        if isinstance(dims[axis], int) and dims[axis] != size:
+            raise ArgumentError(
+                f"{_WHO}: the output {output.name!r} has shape {output.shape}, and {name} {size} weights along axis "
+                f"{axis}; expected {dims[axis]}"
+            )
+        sizes.append(loss_models.SameSize(output, axis, size))
     _warn_of_activation(output, criterion, 7 if prefix else 6)
     values = {str(value.name) for value in values_of(graph)}
     free = {target.name: names.free(prefix + target.name, values) for target in criterion.targets}
@@ -714,6 +740,10 @@ def _loss_of_output(
         value = ir.Value(name=free[target.name], type=ir.TensorType(dtype), shape=ir.Shape(target.shape(dims)))
         graph.inputs.append(value)
         added.append(tape.of(value))
+        # Of axes in the place of sizes, the shape tells which axis of the output each of the target's has.
+        for axis, of in enumerate(target.shape(range(len(dims)))):
+            if isinstance(of, int):
+                sizes.append(loss_models.SameSize(output, of, value, axis))
     result = criterion.forward(tape.of(output), added, len(dims)).value
     result.shape = ir.Shape([])
     return result, list(free.values())
@@ -773,9 +803,7 @@ def _warn_of_activation(output: ir.Value, criterion: losses.Loss, stacklevel: in
     )
 
 
-def _loss_of_model(
-    work: ir.Model, tape: Tape, output: ir.Value, loss: Any, ends: Sequence[ir.Value]
-) -> tuple[ir.Value, list[str]]:
+def _loss_of_model(work: ir.Model, tape: Tape, output: ir.Value, loss: Any, ends: Sequence[ir.Value]) -> _Found:
     graph = work.graph
     # The first one that is a float is what a loss without its name takes.
     outputs = dict.fromkeys([output, *ends])
@@ -797,7 +825,43 @@ def _loss_of_model(
         graph.register_initializer(value)
     tape.nodes.extend(found.nodes)
     work.opset_imports.update({domain: v for domain, v in found.opsets.items() if domain not in work.opset_imports})
-    return found.result, targets
+    return _Found(found.result, targets, sizes=found.sizes)
+
+
+def _size_checks(loss: _Found, batch: Iterable[ir.Value]) -> tuple[list[batch_checks.SizeCheck], list[ir.Value]]:
+    """Return checks of sizes that must be equal for a loss, and the values that they read and fusing may remove.
+
+    A session compares sizes of one name with those of the batch. Without a check, others would be broadcast.
+    """
+    named = {dim.value for value in batch for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)} - {None}
+    checks: list[batch_checks.SizeCheck] = []
+    read: dict[ir.Value, None] = {}
+    swallowed = {
+        output
+        for output, criterion, _ in loss.of
+        if isinstance(criterion, losses.CrossEntropyLoss) and not criterion.label_smoothing
+    }
+    for one in loss.sizes:
+        of, other = one.output, one.other
+        assert of.shape is not None
+        dim = of.shape[one.axis]
+        if isinstance(dim, int) or (isinstance(other, ir.Value) and dim.value in named):
+            continue
+        shown = str(of.name)
+        while (node := of.producer()) is not None and node.op_type in _OF_SAME_SHAPE and not node.domain:
+            assert node.inputs[0] is not None
+            of = node.inputs[0]
+        operand = other if isinstance(other, int) else batch_checks.SizeOf(str(other.name), one.other_axis)
+        text = (
+            f"{shown} of another size than the weights along axis {one.axis}, expected {other}"
+            if isinstance(other, int)
+            else f"{other.name} and {shown} of different sizes along axis {one.axis}, expected equal ones"
+        )
+        size = batch_checks.SizeOf(str(of.name), one.axis)
+        checks.append(batch_checks.SizeCheck(batch_checks.Term("Equal", (operand, size)), text))
+        if one.output not in swallowed:
+            read[of] = None
+    return checks, list(read)
 
 
 def _require_free_targets(graph: ir.Graph, targets: Iterable[str], who: str) -> None:
