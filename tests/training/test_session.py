@@ -238,6 +238,38 @@ def test_a_checkpoint_does_not_take_the_place_of_the_step_or_a_pipe(step: Traini
     assert {p.name for p in tmp_path.iterdir()} == {"step.onnx", "step.eval.onnx", link.name, "pipe", "state"}
 
 
+def test_a_session_goes_on_in_another_folder(
+    step: TrainingStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    step.save("step.onnx")
+    session = TrainingSession("step.onnx")
+    before = (tmp_path / "step.onnx").read_bytes()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert session.training_step.input_names == step.input_names
+    for path in (tmp_path / "step.onnx", tmp_path / "step.eval.onnx"):
+        for save in (session.save, session.save_evaluation_model):
+            with pytest.raises(ModelError, match="which the input is read from"):
+                save(path)
+    assert (tmp_path / "step.onnx").read_bytes() == before
+
+
+def test_another_step_in_the_place_of_the_file_changes_nothing(step: TrainingStep, tmp_path: Path) -> None:
+    path, weights = tmp_path / "step.onnx", tmp_path / "weights.safetensors"
+    step.save(path)
+    session = TrainingSession(path)
+    session.save(weights, optimizer=False)
+    rates, evaluated = session.learning_rate, session.evaluate(DATA[0][0])
+    other = {name: array * 2 for name, array in step.hyperparameters.items()}
+    dataclasses.replace(step, hyperparameters=other).save(path)
+    session.load(weights)
+    assert session.learning_rate == rates
+    assert np.array_equal(session.evaluate(DATA[0][0]), evaluated)
+    with pytest.raises(ModelError, match=r"step\.onnx has changed since; expected the file that the session was made"):
+        session.training_step  # noqa: B018
+
+
 def test_the_evaluation_model_is_saved_beside_the_step(step: TrainingStep, tmp_path: Path) -> None:
     step.save(tmp_path / "step.onnx")
     assert {path.name for path in tmp_path.iterdir()} == {"step.onnx", "step.eval.onnx"}

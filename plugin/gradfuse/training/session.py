@@ -53,9 +53,10 @@ if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
 
-    from gradfuse.models import writing
+    from gradfuse.models import tensors, writing
 else:
-    onnx, ir, writing = (deferred.Module(name) for name in ("onnx", "onnx_ir", "gradfuse.models.writing"))
+    onnx, ir = deferred.Module("onnx"), deferred.Module("onnx_ir")
+    tensors, writing = deferred.Module("gradfuse.models.tensors"), deferred.Module("gradfuse.models.writing")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -64,6 +65,8 @@ _S = TypeVar("_S", bound="TrainingSession")
 _WHO = "TrainingSession"
 _DEVICES = {"CUDAExecutionProvider": "cuda"}
 """The device of a session's tensors, by its first execution provider; otherwise the CPU."""
+_SMALL = 2**16
+"""Below this many bytes, a session keeps a second copy of what it begins with."""
 
 
 def alone(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
@@ -123,17 +126,17 @@ class TrainingSession:
         self._options = self._default_options() if session_options is None else session_options
         if not isinstance(step, TrainingStep | str | os.PathLike):
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
-        self._files: list[str] = []
-        """Files that nothing may replace: those of the step and its evaluation model, their data and values."""
+        self._read_files([])
         self._plain: tuple[PlainModel, PlainModel | None] | None = None
         """The step's model and the evaluation model, if onnx or onnx_ir is missing."""
         if not isinstance(step, TrainingStep):
             with collection_paused():
                 if _has_onnx():
-                    step, self._files = load_with_files(step)
+                    step, read_from = load_with_files(step)
                 else:
                     read = load_plain(step)
-                    step, self._files, self._plain = read.step, read.files, (read.model, read.evaluation_model)
+                    step, read_from, self._plain = read.step, read.files, (read.model, read.evaluation_model)
+            self._read_files(read_from)
         self._step = step
         self._optimizer_state = frozenset(step.optimizer_state)
         self._evaluation: Any = None
@@ -197,7 +200,15 @@ class TrainingSession:
         self._assign({name: self._fitting(name, values[name], "training_step") for name in kept if name not in given})
         if share_with is not None:
             self._share(share_with, given)
+        self._beginning: Arrays = {}
+        """What `load` resets and the file need not be read for: small arrays, and zeros."""
         if self._files:
+            for name in kept.keys() - step.state_dict_names.values():
+                array = values[name]
+                if array.nbytes < _SMALL:
+                    self._beginning[name] = np.array(array)
+                elif not array.any():
+                    self._beginning[name] = np.zeros(array.shape, array.dtype)
             # The session has these values by now, and onnxruntime the model.
             model_of_none = step.model if self._plain is not None else onnx.ModelProto()
             empty: dict[str, Any] = {"parameters": {}, "frozen": {}, "optimizer_state": {}, "report": None}
@@ -212,12 +223,12 @@ class TrainingSession:
 
     @property
     def training_step(self) -> TrainingStep:
-        """The step, with the values that training started from: the argument, or what is at its path now.
+        """The step, with the values that training started from: the argument, or what is read from its path again.
 
         Raises:
-            ModelError: the file cannot be read.
+            ModelError: the file cannot be read, or is not the one that the session was made from.
         """
-        return TrainingStep.load(self._files[0]) if self._files else self._step
+        return self._step_of_file() if self._files else self._step
 
     @alone
     def step(self, inputs: Any, targets: Any = None) -> float:
@@ -568,7 +579,7 @@ class TrainingSession:
         if self._plain is not None:
             self._save_plain_evaluation_model(path, self._plain[1])
             return
-        model = ir.from_proto(self._evaluation_model("save_evaluation_model"))
+        model = self._whole_evaluation_model("save_evaluation_model")
         graph, averages = model.graph, self._averages("save_evaluation_model") if averaged else {}
         values = self.ort_values
         for value in [value for value in graph.inputs if value.name in values]:
@@ -621,8 +632,7 @@ class TrainingSession:
         except ArgumentError as error:
             raise ModelError(f"{os.fspath(path)}: {error}") from error
         if not stored and own:
-            step = self.training_step if self._plain is None else load_plain(self._files[0]).step
-            begin = step.initial_values
+            begin = self._beginning if set(own) <= self._beginning.keys() else self.training_step.initial_values
             loaded |= {name: self._fitting(name, begin[name], "training_step") for name in own}
         self._assign(loaded, step_count - self._runs)
         return extra
@@ -630,6 +640,23 @@ class TrainingSession:
     def _read_checkpoint(self, path: str | os.PathLike[str], where: str) -> tuple[Arrays, int, dict[str, Any]]:
         """Return the tensors of a checkpoint, the steps done, and the user's `extra`."""
         return checkpoints.read(path, where)
+
+    def _read_files(self, paths: Sequence[str]) -> None:
+        """Note which files the session is made from."""
+        self._files = list(paths)
+        """Files that nothing may replace: those of the step and its evaluation model, their data and values."""
+        self._identities = {path: files.identity(path) for path in paths if os.path.exists(path)}
+
+    def _step_of_file(self) -> TrainingStep:
+        """Return the step with its values, which the session does not keep if they are in a file."""
+        self._require_same_files()
+        return TrainingStep.load(self._files[0]) if self._plain is None else load_plain(self._files[0]).step
+
+    def _require_same_files(self) -> None:
+        """Refuse files that are not those that the session was made from, such as those of a newer step."""
+        for path, identity in self._identities.items():
+            if os.path.exists(path) and files.identity(path) != identity:
+                raise ModelError(f"{_WHO}: {path} has changed since; expected the file that the session was made from")
 
     def _averages(self, method: str) -> Arrays:
         """Return copies of the averages by the names of the parameters, in their types; none before the first one."""
@@ -652,6 +679,12 @@ class TrainingSession:
             raise _no_evaluation_model(method)
         return model
 
+    def _whole_evaluation_model(self, method: str) -> ir.Model:
+        model = ir.from_proto(self._evaluation_model(method))
+        if tensors.data_files(model):
+            self._require_same_files()
+        return model
+
     def _evaluation_types(self) -> tuple[dict[str, TensorType], list[str]]:
         """Return the inputs of the evaluation model, and the names of its outputs."""
         if self._plain is not None:
@@ -664,8 +697,10 @@ class TrainingSession:
 
     def _evaluation_session(self) -> Any:
         if self._plain is not None and self._plain[1] is not None:
+            if self._plain[1].has_files:
+                self._require_same_files()
             return self._plain_session(self._plain[1])
-        return self._inference_session(ir.from_proto(self._evaluation_model("evaluate")))
+        return self._inference_session(self._whole_evaluation_model("evaluate"))
 
     def _save_plain_evaluation_model(self, path: str | os.PathLike[str], model: PlainModel | None) -> None:
         method = "save_evaluation_model"
@@ -675,6 +710,8 @@ class TrainingSession:
         if model.has_files and os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
             what = f"{os.fspath(path)} is in another folder than the weights of {model.path}"
             raise GradfuseError(f"{_WHO}.{method}: {what}; expected a path beside them, or onnx and onnx_ir installed")
+        if model.has_files:
+            self._require_same_files()
         values = self.ort_values
         kept = {name: _copied(values[name]) for name in model.inputs if name in values}
         files.write_file(path, with_values(model, kept), self._files)
