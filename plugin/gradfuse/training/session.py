@@ -126,7 +126,10 @@ class TrainingSession:
         self._options = self._default_options() if session_options is None else session_options
         if not isinstance(step, TrainingStep | str | os.PathLike):
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
-        self._read_files([])
+        self._files: list[str] = []
+        """The files that the step was read from, its own first."""
+        self._identities: dict[str, str] = {}
+        """Files that nothing may replace -> what they are now: these, and those that have weights of the step."""
         self._plain: tuple[PlainModel, PlainModel | None] | None = None
         """The step's model and the evaluation model, if onnx or onnx_ir is missing."""
         if not isinstance(step, TrainingStep):
@@ -137,6 +140,8 @@ class TrainingSession:
                     read = load_plain(step)
                     step, read_from, self._plain = read.step, read.files, (read.model, read.evaluation_model)
             self._read_files(read_from)
+        # A step in memory finds its weights also in a file that it has replaced itself.
+        self._identities = dict.fromkeys(_data_files(step), "") | self._identities
         self._step = step
         self._optimizer_state = frozenset(step.optimizer_state)
         self._evaluation: Any = None
@@ -548,12 +553,12 @@ class TrainingSession:
         require_path(path, where)
         text = checkpoints.text_of(self.step_count if optimizer else None, {} if extra is None else extra, where)
         tensor_files.safetensors_numpy(where)
-        files.require_free(path, self._files)
+        files.require_free(path, self._identities)
         self._background.wait()
         if wait:
-            checkpoints.write(path, self._tensors(optimizer), text, self._files, where)
+            checkpoints.write(path, self._tensors(optimizer), text, self._identities, where)
             return
-        tensors, kept = self._tensors(optimizer, copy=True), list(self._files)
+        tensors, kept = self._tensors(optimizer, copy=True), list(self._identities)
         # Relative to the folder of now.
         path = os.path.abspath(path)
         self._background.start(lambda: checkpoints.write(path, tensors, text, kept, where))
@@ -588,7 +593,7 @@ class TrainingSession:
             value.const_value = ir.tensor(array, name=value.name)
             graph.inputs.remove(value)
             graph.register_initializer(value)
-        writing.save(model, path, inputs=self._files)
+        writing.save(model, path, inputs=self._identities)
 
     def wait(self) -> None:
         """Wait until `save(wait=False)` has written its file to the disk.
@@ -642,10 +647,9 @@ class TrainingSession:
         return checkpoints.read(path, where)
 
     def _read_files(self, paths: Sequence[str]) -> None:
-        """Note which files the session is made from."""
+        """Note which files the step was read from."""
         self._files = list(paths)
-        """Files that nothing may replace: those of the step and its evaluation model, their data and values."""
-        self._identities = {path: files.identity(path) for path in paths if os.path.exists(path)}
+        self._identities |= {path: files.identity(path) if os.path.exists(path) else "" for path in paths}
 
     def _step_of_file(self) -> TrainingStep:
         """Return the step with its values, which the session does not keep if they are in a file."""
@@ -655,7 +659,7 @@ class TrainingSession:
     def _require_same_files(self) -> None:
         """Refuse files that are not those that the session was made from, such as those of a newer step."""
         for path, identity in self._identities.items():
-            if os.path.exists(path) and files.identity(path) != identity:
+            if identity and os.path.exists(path) and files.identity(path) != identity:
                 raise ModelError(f"{_WHO}: {path} has changed since; expected the file that the session was made from")
 
     def _averages(self, method: str) -> Arrays:
@@ -714,7 +718,7 @@ class TrainingSession:
             self._require_same_files()
         values = self.ort_values
         kept = {name: _copied(values[name]) for name in model.inputs if name in values}
-        files.write_file(path, with_values(model, kept), self._files)
+        files.write_file(path, with_values(model, kept), self._identities)
 
     def _keep_pairs(self, kept: bool) -> None:
         """Keep onnxruntime from fusing QuantizeLinear and DequantizeLinear pairs into integer products, if asked."""
@@ -1002,6 +1006,12 @@ def _types(model: PlainModel) -> tuple[dict[str, TensorType], dict[str, TensorTy
         for of in (model.inputs, model.outputs)
     )
     return inputs, outputs
+
+
+def _data_files(step: TrainingStep) -> set[str]:
+    """Return the files that have weights of a step's models."""
+    tensors = (t for model in (step.model, step.evaluation_model) if model is not None for t in model.graph.initializer)
+    return {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
 
 
 def _no_evaluation_model(method: str) -> GradfuseError:
