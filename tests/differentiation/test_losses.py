@@ -164,3 +164,33 @@ def test_weights_fit_sizes_of_the_batch() -> None:
     with pytest.raises(ModelError, match="p of another size than the weights along axis 1, expected 3"):
         session.step(X, labels)
     assert np.isfinite(session.step(SHARES, labels))
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("declared", ["N", "2"])
+def test_rows_that_the_model_declares_wrong(declared: str, fuse: bool) -> None:
+    """Two steps of each item are rows of the output, which is declared as if it had one of each, or of one item."""
+    text = f"g (float[N, 2, 2] x) => (float[{declared}, 3] p) {{ r = Reshape(x, s) z = MatMul(r, w) p = Add(z, b) }}"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}')
+    model.graph.value_info.append(
+        onnx.helper.make_tensor_value_info(
+            "r", onnx.TensorProto.FLOAT, [int(declared) if declared.isdigit() else declared, 2]
+        )
+    )
+    bias = np.ones((1, 3), np.float32)
+    tensors = {"w": W.numpy(), "b": bias, "s": np.array([-1, 2])}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in tensors.items())
+    session = TrainingSession(build_training_step(model, "mse", fuse=fuse))
+    for items in (3, 1):
+        x, target = X[: 2 * items], SHARES[: 2 * items]
+        with pytest.raises(ModelError, match="target and p of different sizes along axis 0"):
+            session.step(x.reshape(items, 2, 2), target[:1])
+        actual = np.float32(session.step(x.reshape(items, 2, 2), target))
+        results = []
+        for dtype in (torch.float32, torch.float64):
+            w, b = W.to(dtype, copy=True).requires_grad_(), torch.tensor(bias, dtype=dtype, requires_grad=True)
+            value = F.mse_loss(x.to(dtype) @ w + b, target.to(dtype))
+            results.append((value.detach(), *torch.autograd.grad(value, (w, b))))
+        assert_gradients_close(actual, results[0][0], results[1][0], np.float32, terms=10)
+        assert_gradients_close(session.gradients["w"], results[0][1], results[1][1], np.float32, terms=10)
+        assert_gradients_close(session.gradients["b"], results[0][2], results[1][2], np.float32, terms=10)
