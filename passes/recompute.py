@@ -20,7 +20,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.errors import ArgumentError
+from gradfuse.errors import ArgumentError, ModelError, listed
 from gradfuse.models.inlining import graphs_of
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes import shapes
@@ -186,7 +186,13 @@ class RecomputePass(ir.passes.InPlacePass):
         if not any(value.name == self._loss for value in model.graph.outputs):
             raise ArgumentError(f"{self._who}: the model has no output {self._loss!r}; expected a training step")
         feeds = _random(model, known) | self._feeds
-        plain, before = self._observed(model, feeds, known)
+        try:
+            plain, before = self._observed(model, feeds, known)
+        except ModelError as error:
+            if not assumed:
+                raise
+            what = f"where the sizes of {listed(assumed)} are taken to be {ASSUMED_DIM}; expected their sizes"
+            raise ModelError(f"{error}, {what}") from error
         budget = int(self._budget * before) if isinstance(self._budget, float) else self._budget
         self.report = Recomputation(budget, before, before, 0, 0.0)
         if self._wrapped is not None:
