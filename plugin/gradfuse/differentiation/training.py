@@ -220,7 +220,7 @@ def _read(
     model: ModelLike, checked: bool, dynamic_batch: bool | Mapping[str, int | None]
 ) -> tuple[ir.Model, ir.Model | None]:
     """Return a model without functions, to work on; and as it is given, if it is to be checked."""
-    loaded = reading.load(model)
+    loaded = reading.load(model, tensors_only=True)
     if dynamic_batch is not False:
         loaded = with_dynamic_batch(loaded, _WHO, dynamic_batch)
     given = (loaded.older or copy_model(loaded.ir)) if checked else None
