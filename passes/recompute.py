@@ -22,6 +22,7 @@ import onnx_ir as ir
 from gradfuse import custom_ops
 from gradfuse.errors import ArgumentError, ModelError, listed
 from gradfuse.models.inlining import graphs_of
+from gradfuse.models.scalars import whole
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes import shapes
 from gradfuse.passes.matching.cost import ASSUMED_DIM, NODE
@@ -116,8 +117,8 @@ def parse_budget(budget: object, who: str) -> int | float:
                     return int(number)
             elif 0 < number <= 1:
                 return number
-    elif isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
-        return budget
+    elif (number_of_bytes := whole(budget)) is not None and number_of_bytes > 0:
+        return number_of_bytes
     elif isinstance(budget, float) and 0 < budget <= 1:
         return budget
     raise ArgumentError(
@@ -177,6 +178,9 @@ class RecomputePass(ir.passes.InPlacePass):
         unknown = next((name for name in self._sizes if name not in dims), None)
         if unknown is not None:
             raise ArgumentError(f"{self._who}: sizes name {unknown!r}; expected dimensions of inputs: {sorted(dims)}")
+        for name, size in self._sizes.items():
+            if (whole(size) or 0) < 1:
+                raise ArgumentError(f"{self._who}: the size of {name!r} is {size!r}; expected a positive integer")
         known, assumed = _shapes(model, self._sizes)
         if assumed and not isinstance(self._budget, float):
             raise ArgumentError(

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.errors import ArgumentError
+from gradfuse.models.scalars import take_numbers
 
 if TYPE_CHECKING:
     from gradfuse.differentiation.tensors import Tensor
@@ -76,6 +77,7 @@ class Loss(abc.ABC):
         return ""
 
     def __post_init__(self) -> None:
+        take_numbers(self)
         if self.reduction not in self.reductions:
             wanted = " or ".join(map(repr, self.reductions))
             raise ArgumentError(f"{type(self).__name__}: reduction is {self.reduction!r}; expected {wanted}")
@@ -114,10 +116,21 @@ def _classes(shape: Sequence[int | str | None]) -> Sequence[int | str | None]:
     return [shape[0], *shape[2:]]
 
 
+def _numbers_shape(loss: Loss, name: str) -> tuple[int, ...]:
+    """Return the shape of weights."""
+    try:
+        array = np.asarray(getattr(loss, name))
+    except (TypeError, ValueError):
+        array = np.array("")
+    if array.dtype.kind not in "fiu":
+        raise ArgumentError(f"{type(loss).__name__}: {name} is {getattr(loss, name)!r}; expected numbers")
+    return array.shape
+
+
 def _class_sizes(loss: CrossEntropyLoss | NLLLoss) -> Mapping[int, int]:
     if loss.weight is None:
         return {}
-    shape = np.shape(loss.weight)
+    shape = _numbers_shape(loss, "weight")
     if len(shape) != 1:
         raise ArgumentError(f"{type(loss).__name__}: weight has shape {list(shape)}; expected one number per class")
     return {1: shape[0]}
@@ -360,7 +373,7 @@ class BCEWithLogitsLoss(Loss):
         return "logits"
 
     def sizes(self, rank: int) -> Mapping[int, int]:
-        shape = () if self.pos_weight is None else np.shape(self.pos_weight)
+        shape = () if self.pos_weight is None else _numbers_shape(self, "pos_weight")
         if len(shape) > rank:
             raise ArgumentError(
                 f"BCEWithLogitsLoss: pos_weight has shape {list(shape)}; expected at most {rank} dimensions"

@@ -46,6 +46,7 @@ from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.inlining import values_of
 from gradfuse.models.memory import collection_paused
+from gradfuse.models.scalars import real, whole
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
 from gradfuse.optimizers import averaging, described, loss_scaling
 from gradfuse.passes.recompute import parse_budget
@@ -171,11 +172,12 @@ def build_training_step(
     criterion = _criterion(loss, loss_weights)
     if not (criterion is None or isinstance(criterion, losses.Loss | _Sum) or loss_models.is_model(criterion)):
         raise ArgumentError(
-            f"{_WHO}: loss is {type(loss).__name__}; expected a name, an object of gradfuse.losses, a model, "
+            f"{_WHO}: loss is {_kind(loss)}; expected a name, an object of gradfuse.losses, a model, "
             "an onnxscript function, a dictionary or list of losses, or None"
         )
     run_time = optimizers.run_time_names(run_time, lambda text: ArgumentError(f"{_WHO}: {text}"))
     _require_options(optimizer, max_grad_norm, accumulate, grad_scaler, average, run_time)
+    max_grad_norm, accumulate = real(max_grad_norm), whole(accumulate) or 1
     if not isinstance(check, (bool, Mapping)):
         raise ArgumentError(f"{_WHO}: check is {check!r}; expected True, False or a batch: input or target -> array")
     if straight_through and check is not False:
@@ -339,6 +341,10 @@ class _Asked:
         return places
 
 
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
 def _listed(argument: str, names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(n, str) for n in (*names,)):
         raise ArgumentError(f"{_WHO}: {argument} is {names!r}; expected a list of names")
@@ -364,7 +370,7 @@ def _criterion(loss: Any, weights: Mapping[str, float] | None) -> Any:
     if not made:
         raise ArgumentError(f"{_WHO}: loss is empty; expected at least one loss")
     for name, weight in (weights or {}).items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not np.isfinite(weight):
+        if (number := real(weight)) is None or not np.isfinite(number):
             raise ArgumentError(f"{_WHO}: loss_weights of {name!r} is {weight!r}; expected a finite number")
         if isinstance(loss, Mapping) and name not in loss:
             raise ArgumentError(f"{_WHO}: loss_weights has {name!r}; expected outputs among {listed(loss)}")
@@ -552,12 +558,12 @@ def _require_options(
     for part in parts:
         if optimizer is not None and not isinstance(part, OptimizerOptions):
             raise ArgumentError(
-                f"{_WHO}: optimizer is {type(part).__name__}; expected one of gradfuse.optimizers, such as AdamW, or a "
+                f"{_WHO}: optimizer is {_kind(part)}; expected an object of gradfuse.optimizers, such as AdamW(), or a "
                 "dictionary of some"
             )
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+    if max_grad_norm is not None and not (real(max_grad_norm) or 0) > 0:
         raise ArgumentError(f"{_WHO}: max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+    if (whole(accumulate) or 0) < 1:
         raise ArgumentError(f"{_WHO}: accumulate is {accumulate!r}; expected a positive integer")
     given = {
         "max_grad_norm": max_grad_norm is not None,

@@ -1015,7 +1015,8 @@ def _data_files(step: TrainingStep) -> set[str]:
 
 
 def _no_evaluation_model(method: str) -> GradfuseError:
-    return GradfuseError(f"{_WHO}.{method}: the step has no evaluation model; expected one exported with it")
+    wanted = "one exported with it, and its file beside the step's"
+    return GradfuseError(f"{_WHO}.{method}: the step has no evaluation model; expected {wanted}")
 
 
 def _device(provider: Any) -> tuple[str, int]:
