@@ -194,3 +194,15 @@ def test_rows_that_the_model_declares_wrong(declared: str, fuse: bool) -> None:
         assert_gradients_close(actual, results[0][0], results[1][0], np.float32, terms=10)
         assert_gradients_close(session.gradients["w"], results[0][1], results[1][1], np.float32, terms=10)
         assert_gradients_close(session.gradients["b"], results[0][2], results[1][2], np.float32, terms=10)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_one_selected_row_is_not_compared_with_all(fuse: bool) -> None:
+    """The rows that a mask selects are declared as if they were all."""
+    text = "g (float[N, 2] x, bool[N] m) => (float[N, 3] p) { r = Compress<axis = 0>(x, m) p = MatMul(r, w) }"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}')
+    model.graph.initializer.append(onnx.numpy_helper.from_array(W.numpy(), "w"))
+    session = TrainingSession(build_training_step(model, "mse", fuse=fuse))
+    with pytest.raises(ModelError, match="target and p of different sizes along axis 0"):
+        session.step((X, np.arange(6) == 2), SHARES)
+    assert np.isfinite(session.step((X, np.ones(6, bool)), SHARES))

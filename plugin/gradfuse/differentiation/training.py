@@ -49,6 +49,7 @@ from gradfuse.models.memory import collection_paused
 from gradfuse.models.scalars import real, whole
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
 from gradfuse.optimizers import averaging, described, loss_scaling
+from gradfuse.passes.propagation import Facts, Sizes, size_of
 from gradfuse.passes.recompute import parse_budget
 from gradfuse.training import batch_checks, names, optimizers
 from gradfuse.training.budget import within_budget
@@ -446,6 +447,7 @@ def _built(
     tape = Tape(free_prefix(graph), work.opset_imports[""])
     updated = use_batch_statistics(graph, by_batch, tape, fuse=fuse) | seeds
     tape = Tape(free_prefix(graph), work.opset_imports[""])
+    derived = _derived_sizes(work, list(graph.outputs)[:ends])
     found_loss = _loss(work, tape, criterion, list(graph.outputs)[:ends])
     result, targets = found_loss.result, found_loss.targets
     graph.extend(tape.nodes)
@@ -502,7 +504,7 @@ def _built(
         graph.outputs.append(named_output(graph, found[like], name + GRADIENT_SUFFIX, like))
     for value in wanted:
         graph.outputs.append(named_output(graph, found[value], f"{value.name}{GRADIENT_SUFFIX}", value))
-    size_checks, read = _size_checks(found_loss, (value for value in graph.inputs if value.name in batch))
+    size_checks, read = _size_checks(found_loss, (value for value in graph.inputs if value.name in batch), derived)
     read = [value for value in read if value not in graph.outputs and value.producer() is not None]
     graph.outputs.extend(read)
     RemoveUnusedNodesPass()(work)
@@ -834,10 +836,24 @@ def _loss_of_model(work: ir.Model, tape: Tape, output: ir.Value, loss: Any, ends
     return _Found(found.result, targets, sizes=found.sizes)
 
 
-def _size_checks(loss: _Found, batch: Iterable[ir.Value]) -> tuple[list[batch_checks.SizeCheck], list[ir.Value]]:
+def _derived_sizes(work: ir.Model, values: Iterable[ir.Value]) -> dict[ir.Value, Sizes]:
+    """Return the sizes of values that follow from the inputs, whatever else the model declares."""
+    declared = {value: value.shape for node in work.graph.all_nodes() for value in node.outputs}
+    for value in declared:
+        value.shape = None
+    shapes = Facts(work).shapes
+    for value, shape in declared.items():
+        value.shape = shape
+    return {value: shapes[value] for value in values if value in shapes}
+
+
+def _size_checks(
+    loss: _Found, batch: Iterable[ir.Value], derived: Mapping[ir.Value, Sizes]
+) -> tuple[list[batch_checks.SizeCheck], list[ir.Value]]:
     """Return checks of sizes that must be equal for a loss, and the values that they read and fusing may remove.
 
-    A session compares sizes of one name with those of the batch. Without a check, others would be broadcast.
+    A session compares sizes of one name with those of the batch, which is enough where the output's follows from them.
+    Without a check, others would be broadcast.
     """
     named = {dim.value for value in batch for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)} - {None}
     checks: list[batch_checks.SizeCheck] = []
@@ -851,7 +867,8 @@ def _size_checks(loss: _Found, batch: Iterable[ir.Value]) -> tuple[list[batch_ch
         of, other = one.output, one.other
         assert of.shape is not None
         dim = of.shape[one.axis]
-        if isinstance(dim, int) or (isinstance(other, ir.Value) and dim.value in named):
+        follows = of in derived and len(derived[of]) == len(of.shape) and derived[of][one.axis] == size_of(dim)
+        if follows and (isinstance(dim, int) or (isinstance(other, ir.Value) and dim.value in named)):
             continue
         shown = str(of.name)
         while (node := of.producer()) is not None and node.op_type in _OF_SAME_SHAPE and not node.domain:
