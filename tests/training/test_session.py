@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime
 import pytest
 import safetensors.numpy
@@ -520,6 +521,18 @@ def test_learning_rates_are_numbers_of_any_kind(step: TrainingStep, rate: Any) -
     session.learning_rate = rate
     wanted = np.broadcast_to(np.asarray(rate, np.float64), 2)
     assert session.learning_rate == tuple(wanted)
+
+
+def test_parameters_can_be_exchanged_without_copies() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["": 18]> g (float[N, 2] x) => (float[N, 2] y)
+        <float[2, 2] a = {1, 2, 3, 4}, float[2, 2] b = {5, 6, 7, 8}> { h = MatMul(x, a)  y = MatMul(h, b) }"""
+    )
+    session = TrainingSession(gradfuse.build_training_step(model, "mse"))
+    before, values = session.state_dict(), session.ort_values
+    session.load_state_dict({"a": values["b"].numpy(), "b": values["a"].numpy()})
+    after = session.state_dict()
+    assert np.array_equal(after["a"], before["b"]) and np.array_equal(after["b"], before["a"])
 
 
 def test_arrays_may_lie_in_memory_in_any_way(step: TrainingStep) -> None:

@@ -514,7 +514,12 @@ class TrainingSession:
             ArgumentError: a name is unknown or missing, a type or shape differs, two tied names have different values,
                 or a constant of the model has another value. Then nothing changes.
         """
-        self._assign(self._tensors_of(state_dict, "load_state_dict", strict))
+        arrays = self._tensors_of(state_dict, "load_state_dict", strict)
+        if self._device[0] == "cpu":
+            # Views of `ort_values` would change while they are read.
+            own = [self.ort_values[name].numpy() for name in arrays]
+            arrays |= {n: np.array(a) for n, a in arrays.items() if any(np.may_share_memory(a, one) for one in own)}
+        self._assign(arrays)
 
     @alone
     def save(
@@ -799,7 +804,7 @@ class TrainingSession:
 
     def _assign(self, arrays: Mapping[str, npt.NDArray[Any]], steps_before: int | None = None) -> None:
         """Set values, and how many steps were done before those of this session if that is given."""
-        # All copies are made before anything is changed.
+        # What has to be copied is copied before anything is changed.
         values = self.ort_values
         copies = [(values[name], contiguous(array)) for name, array in arrays.items()]
 
