@@ -858,11 +858,8 @@ def _size_checks(
     named = {dim.value for value in batch for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)} - {None}
     checks: list[batch_checks.SizeCheck] = []
     read: dict[ir.Value, None] = {}
-    swallowed = {
-        output
-        for output, criterion, _ in loss.of
-        if isinstance(criterion, losses.CrossEntropyLoss) and not criterion.label_smoothing
-    }
+    # LinearCrossEntropy, which checks the labels itself, computes no logits.
+    swallowed = {output for output, criterion, _ in loss.of if _may_join_head(criterion)}
     for one in loss.sizes:
         of, other = one.output, one.other
         assert of.shape is not None
@@ -885,6 +882,12 @@ def _size_checks(
         if one.output not in swallowed:
             read[of] = None
     return checks, list(read)
+
+
+def _may_join_head(criterion: losses.Loss) -> bool:
+    if not isinstance(criterion, losses.CrossEntropyLoss):
+        return False
+    return criterion.from_logits and not criterion.soft_targets and not criterion.label_smoothing
 
 
 def _require_free_targets(graph: ir.Graph, targets: Iterable[str], who: str) -> None:
