@@ -20,8 +20,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse import custom_ops
-from gradfuse.errors import ArgumentError
+from gradfuse.errors import ArgumentError, ModelError, listed
 from gradfuse.models.inlining import graphs_of
+from gradfuse.models.scalars import whole
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes import shapes
 from gradfuse.passes.matching.cost import ASSUMED_DIM, NODE
@@ -116,8 +117,8 @@ def parse_budget(budget: object, who: str) -> int | float:
                     return int(number)
             elif 0 < number <= 1:
                 return number
-    elif isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
-        return budget
+    elif (number_of_bytes := whole(budget)) is not None and number_of_bytes > 0:
+        return number_of_bytes
     elif isinstance(budget, float) and 0 < budget <= 1:
         return budget
     raise ArgumentError(
@@ -177,6 +178,9 @@ class RecomputePass(ir.passes.InPlacePass):
         unknown = next((name for name in self._sizes if name not in dims), None)
         if unknown is not None:
             raise ArgumentError(f"{self._who}: sizes name {unknown!r}; expected dimensions of inputs: {sorted(dims)}")
+        for name, size in self._sizes.items():
+            if (whole(size) or 0) < 1:
+                raise ArgumentError(f"{self._who}: the size of {name!r} is {size!r}; expected a positive integer")
         known, assumed = _shapes(model, self._sizes)
         if assumed and not isinstance(self._budget, float):
             raise ArgumentError(
@@ -186,7 +190,13 @@ class RecomputePass(ir.passes.InPlacePass):
         if not any(value.name == self._loss for value in model.graph.outputs):
             raise ArgumentError(f"{self._who}: the model has no output {self._loss!r}; expected a training step")
         feeds = _random(model, known) | self._feeds
-        plain, before = self._observed(model, feeds, known)
+        try:
+            plain, before = self._observed(model, feeds, known)
+        except ModelError as error:
+            if not assumed:
+                raise
+            what = f"where the sizes of {listed(assumed)} are taken to be {ASSUMED_DIM}; expected their sizes"
+            raise ModelError(f"{error}, {what}") from error
         budget = int(self._budget * before) if isinstance(self._budget, float) else self._budget
         self.report = Recomputation(budget, before, before, 0, 0.0)
         if self._wrapped is not None:

@@ -104,7 +104,8 @@ def _take(value: ir.Value, facts: Facts) -> None:
 
 def _says_more(size: Size, than: Size, facts: Facts) -> bool:
     """Whether a size that follows says more of a dimension than what the model declares, or contradicts it."""
-    return isinstance(size, int) or (isinstance(than, int) and size not in facts.invented)
+    known = isinstance(size, int) or (isinstance(than, int) and size not in facts.invented)
+    return known or facts.contradicts(size, than)
 
 
 def _prepared(model: ir.Model, facts: Facts) -> onnx.ModelProto:

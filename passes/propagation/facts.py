@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.passes.propagation.elements import MOST_ELEMENTS, Elements, objects
-from gradfuse.passes.propagation.sizes import Sizes, Unknown, declared
+from gradfuse.passes.propagation.sizes import Product, Size, Sizes, Unknown, declared, product, size_of
 
 Asked: TypeAlias = "Mapping[ir.Value, tuple[ir.DataType | None, Sizes | None]]"
 """What is known from elsewhere of values that there is no rule for."""
@@ -29,6 +29,8 @@ class Facts:
             nothing else has.
         elements: value -> its elements, where some of them are known.
         invented: the names that the model does not have.
+        quotients: one of these names, or one that values other than inputs have -> two products of sizes, as
+            `sizes.product` gives them: it is their quotient.
     """
 
     def __init__(self, model: ir.Model, asked: Asked | None = None) -> None:
@@ -36,6 +38,9 @@ class Facts:
         self.shapes: dict[ir.Value, Sizes] = {}
         self.elements: dict[ir.Value, Elements] = {}
         self.invented: set[str] = set()
+        self.quotients: dict[str, tuple[Product, Product]] = {}
+        of_inputs = (d for value in model.graph.inputs for d in value.shape or () if isinstance(d, ir.SymbolicDim))
+        self._free = {name for dim in of_inputs if isinstance(name := size_of(dim), str)}
         self._asked: Asked = asked or {}
         graphs = list(model.graphs())
         values = [v for graph in graphs for v in (*graph.inputs, *(o for node in graph for o in node.outputs))]
@@ -47,6 +52,20 @@ class Facts:
     def names(self) -> set[str]:
         """Return all names of sizes: those that the model declares, and those that it does not have."""
         return self._taken | self.invented
+
+    def contradicts(self, size: Size, declared: Size) -> bool:
+        """Whether what a model declares of a size that follows is wrong, other than at some sizes of its inputs."""
+        quotient = None if not isinstance(size, str) else self.quotients.get(size)
+        return quotient is not None and self._is_other(quotient, declared)
+
+    def _is_other(self, quotient: tuple[Product, Product], declared: Size) -> bool:
+        whole, part = quotient
+        if declared is None or not self._free.issuperset((*whole[1], *part[1])):
+            return False
+        if isinstance(declared, str):
+            # Another name may be that of the quotient.
+            return declared in whole[1] and (part[0], sorted([*part[1], declared])) != whole
+        return (part[0] * declared, part[1]) != whole
 
     def constant(self, value: ir.Value | None) -> npt.NDArray[Any] | None:
         """Return the elements of a value in its type, where all of them are known."""
@@ -72,7 +91,7 @@ class Facts:
                 found = []
             for index, value in enumerate(node.outputs):
                 dtype, sizes, elements = found[index] if index < len(found) else (None, None, None)
-                self._note(value, dtype, sizes, node.op_type not in AMBIGUOUS)
+                self._note(value, dtype, sizes, node.op_type not in AMBIGUOUS, self._quotient(node, sizes))
                 if elements is not None and elements.size <= MOST_ELEMENTS:
                     self.elements[value] = elements
 
@@ -90,16 +109,41 @@ class Facts:
             with contextlib.suppress(ValueError, TypeError, OSError):  # Of a malformed tensor.
                 self.elements[value] = objects(tensor.numpy())
 
-    def _note(self, value: ir.Value, dtype: ir.DataType | None, sizes: Sizes | None, joins: bool = True) -> None:
-        """Note what a rule says of a value; where it says nothing, what the model does, or others do."""
+    def _quotient(self, node: ir.Node, sizes: Sizes | None) -> tuple[Product, Product] | None:
+        """Return what the size is that is unknown, if a node only divides its input into other axes."""
+        if node.op_type not in _DIVIDING or node.domain not in ("", "ai.onnx") or sizes is None:
+            return None
+        x = node.inputs[0]
+        whole = product(self.shapes[x]) if x is not None and x in self.shapes else None
+        part = product(size for size in sizes if size is not None)
+        return (whole, part) if whole is not None and part is not None and sizes.count(None) == 1 else None
+
+    def _note(
+        self,
+        value: ir.Value,
+        dtype: ir.DataType | None,
+        sizes: Sizes | None,
+        joins: bool = True,
+        quotient: tuple[Product, Product] | None = None,
+    ) -> None:
+        """Note what a rule says of a value; where it says nothing, what the model does, or others do.
+
+        A size that the rule does not know, but the quotient of two products, is what the model declares unless that
+        contradicts it.
+        """
         asked = self._asked.get(value, (None, None))
         given = asked[1] if value.shape is None else declared(value.shape)
+        of_rule = sizes
         if sizes is None:
             sizes = given
         elif given is not None and len(given) == len(sizes) and joins:
-            sizes = [b if a is None else a for a, b in zip(sizes, given, strict=True)]
+            known = zip(sizes, given, strict=True)
+            sizes = [b if a is None and not (quotient and self._is_other(quotient, b)) else a for a, b in known]
         if sizes is not None:
             self.shapes[value] = [self._invent() if size is None else size for size in sizes]
+            if quotient is not None:
+                unknown = (name for name, given in zip(self.shapes[value], of_rule or (), strict=True) if given is None)
+                self.quotients |= {n: quotient for n in unknown if isinstance(n, str) and n not in self._free}
         dtype = dtype or value.dtype or asked[0]
         if dtype is not None:
             self.dtypes[value] = dtype
@@ -112,6 +156,8 @@ class Facts:
         return name
 
 
+_DIVIDING = frozenset({"Flatten", "Reshape"})
+"""Operators whose output has the elements of the first input, in other axes."""
 AMBIGUOUS = frozenset({"Einsum", "PRelu"})
 """Operators whose outputs onnx, and so exporters, give the sizes of one operand."""
 

@@ -1,4 +1,4 @@
-"""Rules of operators that onnxruntime has, with those of its training build."""
+"""Rules of operators that onnxruntime has, with those of its training build, and of ONNX's for scikit-learn."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def _like_inputs(operands: Operands) -> list[Result]:
         else:
             found.append((operands.dtype(like), [*operands.sizes(like)], None))
     return found
+
+
+@rule("Binarizer", "Imputer", "Normalizer", "Scaler", domain="ai.onnx.ml")
+def _of_scikit_learn(operands: Operands) -> list[Result]:
+    dtype = operands.dtype() if operands.node.op_type in ("Binarizer", "Imputer") else ir.DataType.FLOAT
+    return [(dtype, [*operands.sizes()], None)]
 
 
 @rule("SimplifiedLayerNormalization")

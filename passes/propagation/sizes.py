@@ -9,6 +9,8 @@ import onnx_ir as ir
 
 Size: TypeAlias = "int | str | None"
 Sizes: TypeAlias = "list[Size]"
+Product: TypeAlias = "tuple[int, list[str]]"
+"""A number, and the names that it is multiplied by, sorted."""
 
 _FREE = frozenset({"", "?", "-1", "*", "None", "none"})
 """What exporters call dimensions of which they know nothing: two of them need not be equal."""
@@ -44,7 +46,7 @@ def broadcast(*shapes: Sequence[Size]) -> Sizes:
     return found
 
 
-def product(sizes: Iterable[Size]) -> tuple[int, list[str]] | None:
+def product(sizes: Iterable[Size]) -> Product | None:
     """Return a product as a number and the names it is multiplied by; None where a factor is unknown."""
     number, names = 1, []
     for size in sizes:

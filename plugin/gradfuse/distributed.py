@@ -228,7 +228,7 @@ class DataParallelSession(TrainingSession):
                 what = "step" if other[0] != others[0][0] else "reduction"
                 raise ArgumentError(f"{_WHO}: rank {rank} has another {what} than rank 0; expected one for all ranks")
         self._whole = step if not files else None
-        self._files = files
+        self._read_files(files)
         self._synchronize()
 
     @property
@@ -243,12 +243,12 @@ class DataParallelSession(TrainingSession):
 
     @property
     def training_step(self) -> TrainingStep:
-        """The step, with the values that training started from: the argument, or what is at its path now.
+        """The step, with the values that training started from: the argument, or what is read from its path again.
 
         Raises:
-            ModelError: the file cannot be read.
+            ModelError: the file cannot be read, or is not the one that the session was made from.
         """
-        return TrainingStep.load(self._files[0]) if self._whole is None else self._whole
+        return self._step_of_file() if self._whole is None else self._whole
 
     @alone
     def step(self, inputs: Any, targets: Any = None, *, weight: float | None = None) -> float:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from gradfuse.errors import ArgumentError
+from gradfuse.models.scalars import take_numbers
 
 if TYPE_CHECKING:
     from gradfuse.differentiation.tensors import Tensor
@@ -76,6 +77,7 @@ class Loss(abc.ABC):
         return ""
 
     def __post_init__(self) -> None:
+        take_numbers(self)
         if self.reduction not in self.reductions:
             wanted = " or ".join(map(repr, self.reductions))
             raise ArgumentError(f"{type(self).__name__}: reduction is {self.reduction!r}; expected {wanted}")
@@ -84,6 +86,14 @@ class Loss(abc.ABC):
     def targets(self) -> tuple[Target, ...]:
         """The inputs that it adds: one tensor like the output, for most."""
         return (Target("target", None, lambda shape: shape),)
+
+    def sizes(self, rank: int) -> Mapping[int, int]:
+        """Axis of an output of this rank -> the size that the options of the loss fix, such as that of class weights.
+
+        Raises:
+            ArgumentError: the options fit no output of this rank.
+        """
+        return {}
 
     @abc.abstractmethod
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
@@ -104,6 +114,26 @@ class Loss(abc.ABC):
 
 def _classes(shape: Sequence[int | str | None]) -> Sequence[int | str | None]:
     return [shape[0], *shape[2:]]
+
+
+def _numbers_shape(loss: Loss, name: str) -> tuple[int, ...]:
+    """Return the shape of weights."""
+    try:
+        array = np.asarray(getattr(loss, name))
+    except (TypeError, ValueError):
+        array = np.array("")
+    if array.dtype.kind not in "fiu":
+        raise ArgumentError(f"{type(loss).__name__}: {name} is {getattr(loss, name)!r}; expected numbers")
+    return array.shape
+
+
+def _class_sizes(loss: CrossEntropyLoss | NLLLoss) -> Mapping[int, int]:
+    if loss.weight is None:
+        return {}
+    shape = _numbers_shape(loss, "weight")
+    if len(shape) != 1:
+        raise ArgumentError(f"{type(loss).__name__}: weight has shape {list(shape)}; expected one number per class")
+    return {1: shape[0]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +171,9 @@ class CrossEntropyLoss(Loss):
     @property
     def takes(self) -> str:
         return "logits" if self.from_logits else "probabilities"
+
+    def sizes(self, rank: int) -> Mapping[int, int]:
+        return _class_sizes(self)
 
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
         if not self.from_logits:
@@ -204,6 +237,9 @@ class NLLLoss(Loss):
     @property
     def targets(self) -> tuple[Target, ...]:
         return (Target("target", ir.DataType.INT64, _classes),)
+
+    def sizes(self, rank: int) -> Mapping[int, int]:
+        return _class_sizes(self)
 
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
         weight = None if self.weight is None else output.tape.constant(self.weight, output.dtype)
@@ -335,6 +371,14 @@ class BCEWithLogitsLoss(Loss):
     @property
     def takes(self) -> str:
         return "logits"
+
+    def sizes(self, rank: int) -> Mapping[int, int]:
+        shape = () if self.pos_weight is None else _numbers_shape(self, "pos_weight")
+        if len(shape) > rank:
+            raise ArgumentError(
+                f"BCEWithLogitsLoss: pos_weight has shape {list(shape)}; expected at most {rank} dimensions"
+            )
+        return {axis: size for axis, size in enumerate(shape, rank - len(shape)) if size != 1}
 
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
         target = targets[0]

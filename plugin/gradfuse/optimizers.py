@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from gradfuse.errors import ArgumentError, GradfuseError, listed
+from gradfuse.models.scalars import take_numbers
 from gradfuse.training.optimizers import Averaging, LossScaling, Optimizer, ParameterGroup
 from gradfuse.training.rules import StateType, shapes_in_8bit
 
@@ -55,6 +56,7 @@ class OptimizerOptions:
     algorithm: ClassVar[str]
 
     def __post_init__(self) -> None:
+        take_numbers(self)
         for name in ("lr", "weight_decay"):
             self._require(name, getattr(self, name) >= 0, "a number from 0 on")
 
@@ -231,9 +233,10 @@ class Average:
     every: int = 1
 
     def __post_init__(self) -> None:
+        take_numbers(self)
         for name, least in (("start", 0), ("every", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if value < least:
                 raise ArgumentError(
                     f"{type(self).__name__}: {name} is {value!r}; expected a whole number from {least} on"
                 )
@@ -336,6 +339,7 @@ class GradScaler:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
+        take_numbers(self)
         for name, holds, wanted in (
             ("init_scale", self.init_scale > 0, "a positive number"),
             ("growth_factor", self.growth_factor > 1, "a number above 1"),

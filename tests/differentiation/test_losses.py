@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfuse import ArgumentError, TrainingSession, build_training_step, losses
+from gradfuse import ArgumentError, ModelError, TrainingSession, build_training_step, losses
 from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
@@ -95,3 +95,114 @@ def test_losses_are_torchs(case: int, fuse: bool) -> None:
 def test_options_out_of_range(kind: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
         kind(**options)
+
+
+def untied(body: str) -> onnx.ModelProto:
+    """Return a model whose output shares no named size with its input, as those of tf2onnx and skl2onnx."""
+    text = f"g (float[A, 2] x) => (float[B, 3] p) {{ z = MatMul(x, w) {body} }}"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}')
+    model.graph.initializer.append(onnx.numpy_helper.from_array(W.numpy(), "w"))
+    return model
+
+
+def loss_of_model() -> onnx.ModelProto:
+    text = "(float[N, C] p, float[N, C] y) => (float l) { d = Sub(p, y) a = Abs(d) l = ReduceMean<keepdims = 0>(a) }"
+    return onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> loss {text}')
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize(
+    ("body", "loss", "target", "fit"),
+    [
+        (RAW, "mse", SHARES[:1], SHARES),
+        (POSITIVE, "poisson_nll", COUNTS[:1], COUNTS),
+        (LOG_SOFTMAX, "kl_div", SHARES[:1], SHARES),
+        (SOFTMAX, "categorical_crossentropy", ONE_HOT[:1], ONE_HOT),
+        ("p = Sigmoid(z)", "bce", ONE_HOT[:1], ONE_HOT),
+        (RAW, "cross_entropy", torch.tensor([2]), torch.zeros(6, dtype=torch.int64)),
+        (RAW, losses.CrossEntropyLoss(label_smoothing=0.1), torch.tensor([2]), torch.zeros(6, dtype=torch.int64)),
+        (RAW, losses.CrossEntropyLoss(weight=WEIGHT), torch.tensor([2]), torch.zeros(6, dtype=torch.int64)),
+        (LOG_SOFTMAX, "nll", torch.tensor([2]), torch.zeros(6, dtype=torch.int64)),
+        (RAW, {"p": "l1"}, SHARES[:1], SHARES),
+        (RAW, loss_of_model(), SHARES[:1], SHARES),
+    ],
+)
+def test_targets_are_not_broadcast(body: str, loss: Any, target: Tensor, fit: Tensor, fuse: bool) -> None:
+    session = TrainingSession(build_training_step(untied(body), loss, fuse=fuse))
+    with pytest.raises(ModelError, match=r"TrainingSession\.step: "):
+        session.step(X, {"p": target} if isinstance(loss, dict) else target)
+    assert np.isfinite(session.step(X, {"p": fit} if isinstance(loss, dict) else fit))
+
+
+def test_the_error_names_the_target() -> None:
+    session = TrainingSession(build_training_step(untied(RAW), "mse"))
+    with pytest.raises(ModelError, match="target and p of different sizes along axis 0, expected equal ones"):
+        session.step(X, SHARES[:1])
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (losses.CrossEntropyLoss(weight=[1.0, 2.0]), "CrossEntropyLoss 2 weights along axis 1; expected 3"),
+        (losses.CrossEntropyLoss(weight=[1.0] * 4), "CrossEntropyLoss 4 weights along axis 1; expected 3"),
+        (losses.CrossEntropyLoss(weight=[2.0], soft_targets=True), "CrossEntropyLoss 1 weights along axis 1"),
+        (losses.NLLLoss(weight=2.0), r"weight has shape \[\]; expected one number per class"),
+        (losses.BCEWithLogitsLoss(pos_weight=[1.0, 2.0]), "BCEWithLogitsLoss 2 weights along axis 1; expected 3"),
+        (losses.BCEWithLogitsLoss(pos_weight=[[[1.0]]]), r"pos_weight has shape \[1, 1, 1\]; expected at most 2"),
+    ],
+)
+def test_weights_fit_the_output(loss: losses.Loss, text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        build_training_step(untied(RAW), loss)
+
+
+def test_weights_fit_sizes_of_the_batch() -> None:
+    text = "g (float[N, C] x) => (float[N, C] p) <float[1] w = {2}> { p = Mul(x, w) }"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}')
+    session = TrainingSession(build_training_step(model, losses.CrossEntropyLoss(weight=WEIGHT), trainable=["w"]))
+    labels = torch.zeros(6, dtype=torch.int64)
+    with pytest.raises(ModelError, match="p of another size than the weights along axis 1, expected 3"):
+        session.step(X, labels)
+    assert np.isfinite(session.step(SHARES, labels))
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("declared", ["N", "2"])
+def test_rows_that_the_model_declares_wrong(declared: str, fuse: bool) -> None:
+    """Two steps of each item are rows of the output, which is declared as if it had one of each, or of one item."""
+    text = f"g (float[N, 2, 2] x) => (float[{declared}, 3] p) {{ r = Reshape(x, s) z = MatMul(r, w) p = Add(z, b) }}"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}')
+    model.graph.value_info.append(
+        onnx.helper.make_tensor_value_info(
+            "r", onnx.TensorProto.FLOAT, [int(declared) if declared.isdigit() else declared, 2]
+        )
+    )
+    bias = np.ones((1, 3), np.float32)
+    tensors = {"w": W.numpy(), "b": bias, "s": np.array([-1, 2])}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in tensors.items())
+    session = TrainingSession(build_training_step(model, "mse", fuse=fuse))
+    for items in (3, 1):
+        x, target = X[: 2 * items], SHARES[: 2 * items]
+        with pytest.raises(ModelError, match="target and p of different sizes along axis 0"):
+            session.step(x.reshape(items, 2, 2), target[:1])
+        actual = np.float32(session.step(x.reshape(items, 2, 2), target))
+        results = []
+        for dtype in (torch.float32, torch.float64):
+            w, b = W.to(dtype, copy=True).requires_grad_(), torch.tensor(bias, dtype=dtype, requires_grad=True)
+            value = F.mse_loss(x.to(dtype) @ w + b, target.to(dtype))
+            results.append((value.detach(), *torch.autograd.grad(value, (w, b))))
+        assert_gradients_close(actual, results[0][0], results[1][0], np.float32, terms=10)
+        assert_gradients_close(session.gradients["w"], results[0][1], results[1][1], np.float32, terms=10)
+        assert_gradients_close(session.gradients["b"], results[0][2], results[1][2], np.float32, terms=10)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_one_selected_row_is_not_compared_with_all(fuse: bool) -> None:
+    """The rows that a mask selects are declared as if they were all."""
+    text = "g (float[N, 2] x, bool[N] m) => (float[N, 3] p) { r = Compress<axis = 0>(x, m) p = MatMul(r, w) }"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}')
+    model.graph.initializer.append(onnx.numpy_helper.from_array(W.numpy(), "w"))
+    session = TrainingSession(build_training_step(model, "mse", fuse=fuse))
+    with pytest.raises(ModelError, match="target and p of different sizes along axis 0"):
+        session.step((X, np.arange(6) == 2), SHARES)
+    assert np.isfinite(session.step((X, np.ones(6, bool)), SHARES))

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime
 import pytest
 from onnx import numpy_helper
 from quantised import Array, Infos, model_of, quantised
 
-from gradfuse import ArgumentError, ModelError, build_training_step, differentiate, register
+from gradfuse import ArgumentError, ModelError, TrainingSession, build_training_step, differentiate, register
 from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
@@ -202,3 +203,27 @@ def test_the_operator_has_gradients_of_its_own(bits: int) -> None:
     native = v @ weight.weight.astype(np.float32)
     assert_gradients_close(found["x.grad"], native, exact, np.float32, terms=5 * np.abs(exact).max())
     assert_gradients_close(found["b.grad"], v.sum(0), v.astype(float).sum(0), np.float32, terms=3 * np.abs(v).max())
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_products_with_dequantised_weights_round_no_inputs(fuse: bool) -> None:
+    """onnxruntime makes the two a MatMulNBits, whose accuracy level it takes from the options of the session."""
+    text = (
+        "g (float[N, 64] x) => (float[N, 5] y) { w = DequantizeLinear<axis = 1>(q, s) z = MatMul(x, w) y = Add(z, b) }"
+    )
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 19]> {text}')
+    rng = np.random.default_rng(2)
+    x, q = rng.standard_normal((3, 64)).astype(np.float32), rng.integers(-127, 128, (64, 5), dtype=np.int8)
+    scales, bias = rng.random(5).astype(np.float32), rng.standard_normal(5).astype(np.float32)
+    tensors: dict[str, Array] = {"q": q, "s": scales, "b": bias}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in tensors.items())
+    session = TrainingSession(build_training_step(model, "mse", trainable=["b"], fuse=fuse))
+    exact = x.astype(float) @ (q * scales.astype(float)) + bias
+    native = x @ (q * scales) + bias
+    loss = np.float32(session.step(x, np.zeros_like(native)))
+    terms = 64 * np.abs(exact).max()
+    assert_gradients_close(session.evaluate(x), native, exact, np.float32, terms=terms)
+    assert_gradients_close(loss, np.mean(native**2), np.mean(exact**2), np.float32, terms=terms * np.abs(exact).max())
+    by_bias = 2 * exact.sum(0) / exact.size
+    native_by_bias = 2 * native.sum(0) / np.float32(exact.size)
+    assert_gradients_close(session.gradients["b"], native_by_bias, by_bias, np.float32, terms=terms)

@@ -421,3 +421,70 @@ def test_the_last_state_of_no_steps_is_the_first(kind: str, gates: int, directio
         assert session.gradients[name].any() == (steps > 0)
     if not steps:
         assert np.abs(session.gradients["k"] - 2 * (wanted / arrays["k"]).sum((0, 1))).max() <= 1e-4
+
+
+UNTYPED_OPTIMIZERS: Any = optimizers
+UNTYPED_LOSSES: Any = losses
+UNTYPED_BUILD: Any = build_training_step
+
+
+def test_numbers_may_be_of_any_kind() -> None:
+    """As they come from configurations, from numpy and as tensors."""
+    plain, others = (
+        UNTYPED_BUILD(
+            net(),
+            {"y": UNTYPED_LOSSES.HuberLoss(delta=delta)},
+            optimizer=UNTYPED_OPTIMIZERS.AdamW(lr=lr, betas=betas, weight_decay=decay),
+            max_grad_norm=norm,
+            accumulate=calls,
+            grad_scaler=UNTYPED_OPTIMIZERS.GradScaler(init_scale=scale, growth_interval=interval),
+            average=UNTYPED_OPTIMIZERS.EMA(decay=decay, every=calls),
+            loss_weights={"y": scale},
+        )
+        for delta, lr, betas, decay, norm, calls, scale, interval in (
+            (0.5, 0.25, (0.5, 0.75), 0.5, 1.0, 2, 8.0, 3),
+            (
+                np.float32(0.5),
+                torch.tensor(0.25),
+                [np.float32(0.5), 0.75],
+                np.float16(0.5),
+                np.int64(1),
+                np.int64(2),
+                np.array(8),
+                np.int32(3),
+            ),
+        )
+    )
+    assert plain.model == others.model
+    assert plain.hyperparameters == others.hyperparameters
+    assert plain.optimizer_state.keys() == others.optimizer_state.keys()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: UNTYPED_OPTIMIZERS.AdamW(lr="0.1"), "AdamW: lr is '0.1'; expected a number"),
+        (lambda: UNTYPED_OPTIMIZERS.SGD(lr=None), "SGD: lr is None; expected a number"),
+        (lambda: UNTYPED_OPTIMIZERS.Adam(betas=(0.9,)), r"Adam: betas is \(0.9,\); expected two numbers"),
+        (lambda: UNTYPED_OPTIMIZERS.Adam(betas=0.9), "Adam: betas is 0.9; expected two numbers"),
+        (lambda: UNTYPED_OPTIMIZERS.GradScaler(growth_interval=2.5), "growth_interval is 2.5; expected a whole number"),
+        (lambda: UNTYPED_LOSSES.HuberLoss(delta="1"), "HuberLoss: delta is '1'; expected a number"),
+        (lambda: UNTYPED_LOSSES.CrossEntropyLoss(ignore_index=-1.0), "ignore_index is -1.0; expected a whole number"),
+        (
+            lambda: UNTYPED_BUILD(net(), UNTYPED_LOSSES.NLLLoss(weight=["a", "b"])),
+            r"NLLLoss: weight is \['a', 'b'\]; expected numbers",
+        ),
+        (lambda: UNTYPED_BUILD(net(), UNTYPED_LOSSES.MSELoss), "loss is the class MSELoss; expected a name, an object"),
+        (
+            lambda: UNTYPED_BUILD(net(), "mse", optimizer=UNTYPED_OPTIMIZERS.SGD),
+            "optimizer is the class SGD; expected an object",
+        ),
+        (
+            lambda: UNTYPED_BUILD(net(), "mse", memory_budget=np.int64(2**30), memory_sizes={"N": "2"}),
+            "the size of 'N' is '2'; expected a positive integer",
+        ),
+    ],
+)
+def test_what_is_no_number_is_one_line(make: Any, text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        make()

@@ -164,6 +164,28 @@ def test_declared_shapes_that_contradict_are_replaced(declared: str) -> None:
     assert value.shape == ir.Shape(["N", 3])
 
 
+@pytest.mark.parametrize(
+    ("declared", "kept"),
+    [("1", False), ("2", False), ("N", False), ("T", False), ("rows", True), ("M", True)],
+)
+@pytest.mark.parametrize("node", ["y = Reshape (x, s)", "y = Flatten <axis = 2> (x)"])
+def test_declared_sizes_that_a_product_contradicts_are_not_kept(node: str, declared: str, kept: bool) -> None:
+    """Where axes are merged, names that exporters were told, and sizes of another batch, are of one axis alone."""
+    model = ir.from_proto(
+        onnx.parser.parse_model(
+            f"""<ir_version: 10, opset_import: ["": 18]>
+            g (float[N,T,3] x, float[M] other) => (float[{declared},3] z)
+            <int64[2] s = {{-1, 3}}, float[{declared},3] y>
+            {{ {node}  z = Neg (y) }}"""
+        )
+    )
+    values = [node.outputs[0] for node in model.graph]
+    shapes.infer(model, values)
+    first, second = (value.shape for value in values)
+    assert first == second and first is not None
+    assert (first[0] == declared) is kept and not isinstance(first[0], int)
+
+
 @pytest.mark.parametrize("free", [-1, "", "?"])
 def test_dimensions_without_a_name_are_free(free: int | str) -> None:
     proto = onnx.parser.parse_model(

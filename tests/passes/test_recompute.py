@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import gradfuse
-from gradfuse import ArgumentError, TrainingSession, TrainingStep
+from gradfuse import ArgumentError, ModelError, TrainingSession, TrainingStep
 from gradfuse.passes import RecomputePass
 from gradfuse.passes.recompute import parse_budget, peak_of
 
@@ -92,6 +93,18 @@ def test_what_is_refused() -> None:
         with pytest.raises(ArgumentError, match="expected bytes"):
             parse_budget(wrong, "x")
     assert [parse_budget(one, "x") for one in ("1KiB", "2 MB", "0.5", "77", 0.5, 9)] == [1024, 2000000, 0.5, 77, 0.5, 9]
+
+
+def test_sizes_that_do_not_fit_each_other_are_asked_for() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["": 18]> g (float[N, 2] x) => (float[rows, 2] y)
+        <int64[2] s = {-1, 2}, float[2] w = {1, 2}> { h = Mul(x, w)  c = Concat<axis = 1>(h, x)  y = Reshape(c, s) }"""
+    )
+    text = "where the sizes of 'N', 'rows' are taken to be 64; expected their sizes"
+    with pytest.raises(ModelError, match=text):
+        gradfuse.build_training_step(model, "mse", memory_budget=1.0)
+    sizes = {"N": 4, "rows": 8}
+    assert gradfuse.build_training_step(model, "mse", memory_budget=1.0, memory_sizes=sizes).recomputation is not None
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
-from gradfuse import TrainingSession, TrainingStep, add_lora, build_training_step, optimizers
+from gradfuse import ModelError, TrainingSession, TrainingStep, add_lora, build_training_step, optimizers
 from gradfuse.checking import execution
 from gradfuse.models import tensors
 
@@ -80,3 +80,30 @@ def test_a_step_can_replace_the_file_it_was_read_from(model: Path, tmp_path: Pat
     step.save(path)
     assert losses(path) == expected
     assert losses(step) == expected
+
+
+def test_a_session_replaces_no_file_that_its_weights_are_in(model: Path, tmp_path: Path) -> None:
+    step = build_training_step(ir.load(model), "mse", trainable=["a.weight"], optimizer=optimizers.AdamW(lr=0.01))
+    expected = losses(step)
+    session, data = TrainingSession(step), Path(f"{model}.data")
+    before = data.read_bytes()
+    with pytest.raises(ModelError, match=r"base\.onnx\.data: is .*, which the input is read from"):
+        session.save_evaluation_model(model)
+    for wait in (True, False):
+        with pytest.raises(ModelError, match=r"base\.onnx\.data: is .*, which the input is read from"):
+            session.save(data, wait=wait)
+    assert data.read_bytes() == before
+    assert losses(step) == expected
+
+
+def test_evaluation_takes_no_weights_of_another_step(model: Path, tmp_path: Path) -> None:
+    path, step = tmp_path / "step.onnx", built(ir.load(model))
+    step.save(path)
+    session = TrainingSession(path)
+    build_training_step(ir.load(model), "mse", trainable=["b.weight"]).save(path)
+    for use in (
+        lambda: session.evaluate(np.zeros((2, 64), np.float32)),
+        lambda: session.save_evaluation_model(tmp_path / "m.onnx"),
+    ):
+        with pytest.raises(ModelError, match=r"step\.onnx.* has changed since"):
+            use()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime
 import pytest
 import safetensors.numpy
@@ -236,6 +237,38 @@ def test_a_checkpoint_does_not_take_the_place_of_the_step_or_a_pipe(step: Traini
     session.save(tmp_path / "state")
     session.save(tmp_path / "state")
     assert {p.name for p in tmp_path.iterdir()} == {"step.onnx", "step.eval.onnx", link.name, "pipe", "state"}
+
+
+def test_a_session_goes_on_in_another_folder(
+    step: TrainingStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    step.save("step.onnx")
+    session = TrainingSession("step.onnx")
+    before = (tmp_path / "step.onnx").read_bytes()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert session.training_step.input_names == step.input_names
+    for path in (tmp_path / "step.onnx", tmp_path / "step.eval.onnx"):
+        for save in (session.save, session.save_evaluation_model):
+            with pytest.raises(ModelError, match="which the input is read from"):
+                save(path)
+    assert (tmp_path / "step.onnx").read_bytes() == before
+
+
+def test_another_step_in_the_place_of_the_file_changes_nothing(step: TrainingStep, tmp_path: Path) -> None:
+    path, weights = tmp_path / "step.onnx", tmp_path / "weights.safetensors"
+    step.save(path)
+    session = TrainingSession(path)
+    session.save(weights, optimizer=False)
+    rates, evaluated = session.learning_rate, session.evaluate(DATA[0][0])
+    other = {name: array * 2 for name, array in step.hyperparameters.items()}
+    dataclasses.replace(step, hyperparameters=other).save(path)
+    session.load(weights)
+    assert session.learning_rate == rates
+    assert np.array_equal(session.evaluate(DATA[0][0]), evaluated)
+    with pytest.raises(ModelError, match=r"step\.onnx has changed since; expected the file that the session was made"):
+        session.training_step  # noqa: B018
 
 
 def test_the_evaluation_model_is_saved_beside_the_step(step: TrainingStep, tmp_path: Path) -> None:
@@ -488,6 +521,18 @@ def test_learning_rates_are_numbers_of_any_kind(step: TrainingStep, rate: Any) -
     session.learning_rate = rate
     wanted = np.broadcast_to(np.asarray(rate, np.float64), 2)
     assert session.learning_rate == tuple(wanted)
+
+
+def test_parameters_can_be_exchanged_without_copies() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 9, opset_import: ["": 18]> g (float[N, 2] x) => (float[N, 2] y)
+        <float[2, 2] a = {1, 2, 3, 4}, float[2, 2] b = {5, 6, 7, 8}> { h = MatMul(x, a)  y = MatMul(h, b) }"""
+    )
+    session = TrainingSession(gradfuse.build_training_step(model, "mse"))
+    before, values = session.state_dict(), session.ort_values
+    session.load_state_dict({"a": values["b"].numpy(), "b": values["a"].numpy()})
+    after = session.state_dict()
+    assert np.array_equal(after["a"], before["b"]) and np.array_equal(after["b"], before["a"])
 
 
 def test_arrays_may_lie_in_memory_in_any_way(step: TrainingStep) -> None:

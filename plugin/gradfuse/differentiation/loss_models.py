@@ -25,6 +25,23 @@ _DOMAIN = "gradfuse.loss"
 
 
 @dataclasses.dataclass(frozen=True)
+class SameSize:
+    """Two sizes that must be equal for a loss, or a size that it fixes.
+
+    Attributes:
+        output: an output of the model.
+        axis: one of its axes.
+        other: a target; or the size.
+        other_axis: an axis of the target.
+    """
+
+    output: ir.Value
+    axis: int
+    other: ir.Value | int
+    other_axis: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class AppendedLoss:
     """A loss that was appended to an output.
 
@@ -35,6 +52,7 @@ class AppendedLoss:
         nodes: its nodes, in order.
         initializers: the initializers that these read.
         opsets: the opsets of its domains; that of ONNX's may be newer than the graph's.
+        sizes: which sizes must be equal, as the loss gives them one name.
     """
 
     result: ir.Value
@@ -43,6 +61,7 @@ class AppendedLoss:
     nodes: list[ir.Node]
     initializers: list[ir.Value]
     opsets: Mapping[str, int]
+    sizes: Sequence[SameSize]
 
 
 def is_model(loss: Any) -> bool:
@@ -93,11 +112,20 @@ def behind(outputs: Sequence[ir.Value], loss: Any, graph: ir.Graph, opset: int) 
         )
     prefix = free_prefix(graph, "loss/")
     sizes: dict[str, int | str | None] = {}
+    places: dict[str, tuple[ir.Value, int]] = {}
     for value in taken:
-        sizes = _sizes(value, by_name.get(str(value.name), outputs[0])) | sizes
+        output = by_name.get(str(value.name), outputs[0])
+        sizes = _sizes(value, output) | sizes
+        for axis, dim in enumerate(value.shape or ()):
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                places.setdefault(dim.value, (output, axis))
+    same: list[SameSize] = []
     for value in targets:
         if value.dtype is None or value.shape is None:
             raise ArgumentError(f"{_WHO}: the target {value.name!r} of the loss has no type or shape; expected both")
+        for axis, dim in enumerate(value.shape):
+            if isinstance(dim, ir.SymbolicDim) and dim.value in places:
+                same.append(SameSize(*places[dim.value], value, axis))
         value.shape = ir.Shape([_size(dim, sizes, prefix) for dim in value.shape])
     of = [by_name.get(str(value.name), outputs[0]) for value in taken]
     for value, output in zip(taken, of, strict=True):
@@ -113,7 +141,7 @@ def behind(outputs: Sequence[ir.Value], loss: Any, graph: ir.Graph, opset: int) 
         rename(value, f"{prefix}{value.name}")
     for node in nodes:
         _rename(node, prefix)
-    return AppendedLoss(result, of, targets, nodes, initializers, dict(model.opset_imports))
+    return AppendedLoss(result, of, targets, nodes, initializers, dict(model.opset_imports), same)
 
 
 def require_scalar(result: ir.Value, outputs: Collection[ir.Value]) -> None:

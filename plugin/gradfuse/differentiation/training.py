@@ -46,8 +46,10 @@ from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.inlining import values_of
 from gradfuse.models.memory import collection_paused
+from gradfuse.models.scalars import real, whole
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
 from gradfuse.optimizers import averaging, described, loss_scaling
+from gradfuse.passes.propagation import Facts, Sizes, size_of
 from gradfuse.passes.recompute import parse_budget
 from gradfuse.training import batch_checks, names, optimizers
 from gradfuse.training.budget import within_budget
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
 _WHO = "build_training_step"
 _PASSING = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators that pass their input on."""
+_OF_SAME_SHAPE = frozenset({"Cast", "HardSigmoid", "Identity", "LogSoftmax", "Relu", "Sigmoid", "Softmax", "Tanh"})
+"""Operators whose result has the shape of their input."""
 
 
 def build_training_step(
@@ -169,11 +173,12 @@ def build_training_step(
     criterion = _criterion(loss, loss_weights)
     if not (criterion is None or isinstance(criterion, losses.Loss | _Sum) or loss_models.is_model(criterion)):
         raise ArgumentError(
-            f"{_WHO}: loss is {type(loss).__name__}; expected a name, an object of gradfuse.losses, a model, "
+            f"{_WHO}: loss is {_kind(loss)}; expected a name, an object of gradfuse.losses, a model, "
             "an onnxscript function, a dictionary or list of losses, or None"
         )
     run_time = optimizers.run_time_names(run_time, lambda text: ArgumentError(f"{_WHO}: {text}"))
     _require_options(optimizer, max_grad_norm, accumulate, grad_scaler, average, run_time)
+    max_grad_norm, accumulate = real(max_grad_norm), whole(accumulate) or 1
     if not isinstance(check, (bool, Mapping)):
         raise ArgumentError(f"{_WHO}: check is {check!r}; expected True, False or a batch: input or target -> array")
     if straight_through and check is not False:
@@ -218,7 +223,7 @@ def _read(
     model: ModelLike, checked: bool, dynamic_batch: bool | Mapping[str, int | None]
 ) -> tuple[ir.Model, ir.Model | None]:
     """Return a model without functions, to work on; and as it is given, if it is to be checked."""
-    loaded = reading.load(model)
+    loaded = reading.load(model, tensors_only=True)
     if dynamic_batch is not False:
         loaded = with_dynamic_batch(loaded, _WHO, dynamic_batch)
     given = (loaded.older or copy_model(loaded.ir)) if checked else None
@@ -337,6 +342,10 @@ class _Asked:
         return places
 
 
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
 def _listed(argument: str, names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(n, str) for n in (*names,)):
         raise ArgumentError(f"{_WHO}: {argument} is {names!r}; expected a list of names")
@@ -362,7 +371,7 @@ def _criterion(loss: Any, weights: Mapping[str, float] | None) -> Any:
     if not made:
         raise ArgumentError(f"{_WHO}: loss is empty; expected at least one loss")
     for name, weight in (weights or {}).items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not np.isfinite(weight):
+        if (number := real(weight)) is None or not np.isfinite(number):
             raise ArgumentError(f"{_WHO}: loss_weights of {name!r} is {weight!r}; expected a finite number")
         if isinstance(loss, Mapping) and name not in loss:
             raise ArgumentError(f"{_WHO}: loss_weights has {name!r}; expected outputs among {listed(loss)}")
@@ -438,6 +447,7 @@ def _built(
     tape = Tape(free_prefix(graph), work.opset_imports[""])
     updated = use_batch_statistics(graph, by_batch, tape, fuse=fuse) | seeds
     tape = Tape(free_prefix(graph), work.opset_imports[""])
+    derived = _derived_sizes(work, list(graph.outputs)[:ends])
     found_loss = _loss(work, tape, criterion, list(graph.outputs)[:ends])
     result, targets = found_loss.result, found_loss.targets
     graph.extend(tape.nodes)
@@ -494,6 +504,9 @@ def _built(
         graph.outputs.append(named_output(graph, found[like], name + GRADIENT_SUFFIX, like))
     for value in wanted:
         graph.outputs.append(named_output(graph, found[value], f"{value.name}{GRADIENT_SUFFIX}", value))
+    size_checks, read = _size_checks(found_loss, (value for value in graph.inputs if value.name in batch), derived)
+    read = [value for value in read if value not in graph.outputs and value.producer() is not None]
+    graph.outputs.extend(read)
     RemoveUnusedNodesPass()(work)
     if any(node.domain == "aclnn" for node in graph):
         functions.attach(work)
@@ -502,12 +515,14 @@ def _built(
         loaded, report = fusion.fuse_loaded(reading.owned(work), pointwise=True)
         report.near_misses[:0] = work.meta.get(LEFT, ())
         work = loaded.ir
+    if read:
+        del work.graph.outputs[-len(read) :]
     if check is not False:
         scaled = {} if scale is None else {optimizers.LOSS_SCALE: np.array(options.accumulate, np.float32)}
         check_gradients(work, evaluation, values, {**buffers, **held, **scaled}, None if check is True else check)
     if description is not None:
         optimizers.append(work, description, {*batch, *targets}, fuse=fuse)
-    batch_checks.append(work, checks, free_prefix(work.graph, "checks/")[:-1])
+    batch_checks.append(work, checks, free_prefix(work.graph, "checks/")[:-1], size_checks=size_checks)
     step = TrainingStep(
         model=to_mapped_proto(work),
         parameters=values,
@@ -545,12 +560,12 @@ def _require_options(
     for part in parts:
         if optimizer is not None and not isinstance(part, OptimizerOptions):
             raise ArgumentError(
-                f"{_WHO}: optimizer is {type(part).__name__}; expected one of gradfuse.optimizers, such as AdamW, or a "
+                f"{_WHO}: optimizer is {_kind(part)}; expected an object of gradfuse.optimizers, such as AdamW(), or a "
                 "dictionary of some"
             )
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+    if max_grad_norm is not None and not (real(max_grad_norm) or 0) > 0:
         raise ArgumentError(f"{_WHO}: max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+    if (whole(accumulate) or 0) < 1:
         raise ArgumentError(f"{_WHO}: accumulate is {accumulate!r}; expected a positive integer")
     given = {
         "max_grad_norm": max_grad_norm is not None,
@@ -629,6 +644,7 @@ class _Found:
         parts: the losses that it is the sum of, by name; empty if it is a single one.
         of: what it is taken of, the loss that is taken, and the name of the first target.
         nesting: that of the targets as arguments; None: each is one itself.
+        sizes: which sizes must be equal for it.
     """
 
     result: ir.Value
@@ -636,6 +652,7 @@ class _Found:
     parts: Mapping[str, ir.Value] = dataclasses.field(default_factory=dict)
     of: Sequence[tuple[ir.Value, losses.Loss, str]] = ()
     nesting: Any = None
+    sizes: Sequence[loss_models.SameSize] = ()
 
 
 def _loss(work: ir.Model, tape: Tape, criterion: Any, ends: Sequence[ir.Value]) -> _Found:
@@ -655,9 +672,10 @@ def _loss(work: ir.Model, tape: Tape, criterion: Any, ends: Sequence[ir.Value]) 
     if output.shape is None:
         raise ArgumentError(f"{_WHO}: the rank of the output {output.name!r} is unknown; expected a model with shapes")
     if not isinstance(criterion, losses.Loss):
-        return _Found(*_loss_of_model(work, tape, output, criterion, ends))
-    result, targets = _loss_of_output(graph, tape, output, criterion, "")
-    return _Found(result, targets, of=[(output, criterion, targets[0])])
+        return _loss_of_model(work, tape, output, criterion, ends)
+    sizes: list[loss_models.SameSize] = []
+    result, targets = _loss_of_output(graph, tape, output, criterion, "", sizes)
+    return _Found(result, targets, of=[(output, criterion, targets[0])], sizes=sizes)
 
 
 def _sum(graph: ir.Graph, tape: Tape, criterion: _Sum, floats: Sequence[ir.Value]) -> _Found:
@@ -667,12 +685,13 @@ def _sum(graph: ir.Graph, tape: Tape, criterion: _Sum, floats: Sequence[ir.Value
     of: list[tuple[ir.Value, losses.Loss, str]] = []
     targets: list[str] = []
     arguments: list[Any] = []
+    sizes: list[loss_models.SameSize] = []
     by_output = criterion.by_output(floats)
     dtypes = {output.dtype for output in by_output}
     wide = ir.DataType.DOUBLE if ir.DataType.DOUBLE in dtypes else ir.DataType.FLOAT
     taken = {str(value.name) for value in values_of(graph)}
     for output, one in by_output.items():
-        result, added = _loss_of_output(graph, tape, output, one, f"{output.name}.")
+        result, added = _loss_of_output(graph, tape, output, one, f"{output.name}.", sizes)
         of.append((output, one, added[0]))
         targets += added
         arguments.append([str(output.name), added[0] if len(added) == 1 else added])
@@ -688,13 +707,21 @@ def _sum(graph: ir.Graph, tape: Tape, criterion: _Sum, floats: Sequence[ir.Value
         # One loss alone.
         result = total.op("Identity").value
         result.shape = ir.Shape([])
-    return _Found(result, targets, parts, of, {"arguments": arguments, "keywords": False})
+    return _Found(result, targets, parts, of, {"arguments": arguments, "keywords": False}, sizes)
 
 
 def _loss_of_output(
-    graph: ir.Graph, tape: Tape, output: ir.Value, criterion: losses.Loss, prefix: str
+    graph: ir.Graph,
+    tape: Tape,
+    output: ir.Value,
+    criterion: losses.Loss,
+    prefix: str,
+    sizes: list[loss_models.SameSize],
 ) -> tuple[ir.Value, list[str]]:
-    """Append a loss to an output; return it and the names of the inputs that it has added, with a prefix."""
+    """Append a loss to an output; return it and the names of the inputs that it has added, with a prefix.
+
+    What sizes must be equal for it is added to `sizes`.
+    """
     if output.shape is None:
         raise ArgumentError(f"{_WHO}: the rank of the output {output.name!r} is unknown; expected a model with shapes")
     name = type(criterion).__name__
@@ -704,6 +731,13 @@ def _loss_of_output(
             f"{_WHO}: the output {output.name!r} has shape {output.shape}; "
             f"{name} expected at least {criterion.least_rank} dimensions"
         )
+    for axis, size in criterion.sizes(len(dims)).items():
+        if isinstance(dims[axis], int) and dims[axis] != size:
+            raise ArgumentError(
+                f"{_WHO}: the output {output.name!r} has shape {output.shape}, and {name} {size} weights along axis "
+                f"{axis}; expected {dims[axis]}"
+            )
+        sizes.append(loss_models.SameSize(output, axis, size))
     _warn_of_activation(output, criterion, 7 if prefix else 6)
     values = {str(value.name) for value in values_of(graph)}
     free = {target.name: names.free(prefix + target.name, values) for target in criterion.targets}
@@ -714,6 +748,10 @@ def _loss_of_output(
         value = ir.Value(name=free[target.name], type=ir.TensorType(dtype), shape=ir.Shape(target.shape(dims)))
         graph.inputs.append(value)
         added.append(tape.of(value))
+        # Of axes in the place of sizes, the shape tells which axis of the output each of the target's has.
+        for axis, of in enumerate(target.shape(range(len(dims)))):
+            if isinstance(of, int):
+                sizes.append(loss_models.SameSize(output, of, value, axis))
     result = criterion.forward(tape.of(output), added, len(dims)).value
     result.shape = ir.Shape([])
     return result, list(free.values())
@@ -773,9 +811,7 @@ def _warn_of_activation(output: ir.Value, criterion: losses.Loss, stacklevel: in
     )
 
 
-def _loss_of_model(
-    work: ir.Model, tape: Tape, output: ir.Value, loss: Any, ends: Sequence[ir.Value]
-) -> tuple[ir.Value, list[str]]:
+def _loss_of_model(work: ir.Model, tape: Tape, output: ir.Value, loss: Any, ends: Sequence[ir.Value]) -> _Found:
     graph = work.graph
     # The first one that is a float is what a loss without its name takes.
     outputs = dict.fromkeys([output, *ends])
@@ -797,7 +833,61 @@ def _loss_of_model(
         graph.register_initializer(value)
     tape.nodes.extend(found.nodes)
     work.opset_imports.update({domain: v for domain, v in found.opsets.items() if domain not in work.opset_imports})
-    return found.result, targets
+    return _Found(found.result, targets, sizes=found.sizes)
+
+
+def _derived_sizes(work: ir.Model, values: Iterable[ir.Value]) -> dict[ir.Value, Sizes]:
+    """Return the sizes of values that follow from the inputs, whatever else the model declares."""
+    declared = {value: value.shape for node in work.graph.all_nodes() for value in node.outputs}
+    for value in declared:
+        value.shape = None
+    shapes = Facts(work).shapes
+    for value, shape in declared.items():
+        value.shape = shape
+    return {value: shapes[value] for value in values if value in shapes}
+
+
+def _size_checks(
+    loss: _Found, batch: Iterable[ir.Value], derived: Mapping[ir.Value, Sizes]
+) -> tuple[list[batch_checks.SizeCheck], list[ir.Value]]:
+    """Return checks of sizes that must be equal for a loss, and the values that they read and fusing may remove.
+
+    A session compares sizes of one name with those of the batch, which is enough where the output's follows from them.
+    Without a check, others would be broadcast.
+    """
+    named = {dim.value for value in batch for dim in value.shape or () if isinstance(dim, ir.SymbolicDim)} - {None}
+    checks: list[batch_checks.SizeCheck] = []
+    read: dict[ir.Value, None] = {}
+    # LinearCrossEntropy, which checks the labels itself, computes no logits.
+    swallowed = {output for output, criterion, _ in loss.of if _may_join_head(criterion)}
+    for one in loss.sizes:
+        of, other = one.output, one.other
+        assert of.shape is not None
+        dim = of.shape[one.axis]
+        follows = of in derived and len(derived[of]) == len(of.shape) and derived[of][one.axis] == size_of(dim)
+        if follows and (isinstance(dim, int) or (isinstance(other, ir.Value) and dim.value in named)):
+            continue
+        shown = str(of.name)
+        while (node := of.producer()) is not None and node.op_type in _OF_SAME_SHAPE and not node.domain:
+            assert node.inputs[0] is not None
+            of = node.inputs[0]
+        operand = other if isinstance(other, int) else batch_checks.SizeOf(str(other.name), one.other_axis)
+        text = (
+            f"{shown} of another size than the weights along axis {one.axis}, expected {other}"
+            if isinstance(other, int)
+            else f"{other.name} and {shown} of different sizes along axis {one.axis}, expected equal ones"
+        )
+        size = batch_checks.SizeOf(str(of.name), one.axis)
+        checks.append(batch_checks.SizeCheck(batch_checks.Term("Equal", (operand, size)), text))
+        if one.output not in swallowed:
+            read[of] = None
+    return checks, list(read)
+
+
+def _may_join_head(criterion: losses.Loss) -> bool:
+    if not isinstance(criterion, losses.CrossEntropyLoss):
+        return False
+    return criterion.from_logits and not criterion.soft_targets and not criterion.label_smoothing
 
 
 def _require_free_targets(graph: ir.Graph, targets: Iterable[str], who: str) -> None:

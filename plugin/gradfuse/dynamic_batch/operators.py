@@ -72,6 +72,14 @@ def _pointwise(call: Call) -> None:
     call.give(layout, *(index for index, name in enumerate(OUTPUTS) if name in assigned))
 
 
+@rule("Binarizer", "Imputer", "Normalizer", "Scaler", domain="ai.onnx.ml")
+def _of_scikit_learn(call: Call) -> None:
+    layout = _first(call)
+    if layout.axis == call.rank() - 1:
+        call.refuse(_OTHER_AXES)
+    call.give(layout)
+
+
 @rule("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", domain=_ORT)
 def _skip(call: Call) -> None:
     call.require_fixed(0, 1)

@@ -17,6 +17,7 @@ from gradfuse.models import reading
 from gradfuse.models.conversion import inline_functions
 from gradfuse.models.inlining import values_of
 from gradfuse.models.memory import collection_paused
+from gradfuse.models.scalars import real, whole
 
 if TYPE_CHECKING:
     from gradfuse.models.reading import ModelLike
@@ -110,13 +111,14 @@ def with_adapters(
 ) -> list[str]:
     """Do the work of `add_lora` on a model itself, and return the names of the adapters' initializers."""
     who = "add_lora"
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+    known_rank, known_alpha = whole(rank), real(alpha)
+    if known_rank is None or known_rank < 1:
         raise ArgumentError(f"{who}: rank is {rank!r}; expected a positive integer")
-    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not (math.isfinite(alpha) and alpha > 0):
+    if known_alpha is None or not (math.isfinite(known_alpha) and known_alpha > 0):
         raise ArgumentError(f"{who}: alpha is {alpha!r}; expected a positive number")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ArgumentError(f"{who}: seed is {seed!r}; expected an integer from 0 on")
-    return _added(who, model, targets, modules, rank, float(alpha), np.random.default_rng(seed))
+    return _added(who, model, targets, modules, known_rank, known_alpha, np.random.default_rng(seed))
 
 
 def with_adapter_inputs(

@@ -159,6 +159,16 @@ def require_free(path: str | os.PathLike[str], inputs: Iterable[str] = ()) -> No
     require_other(path, inputs, "a file")
 
 
+def identity(path: str) -> str:
+    """Return what differs once another file is at a path, or the file there has been written to.
+
+    Raises:
+        OSError: there is no file.
+    """
+    status = os.stat(path)
+    return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+
+
 def data_path(path: str | os.PathLike[str]) -> str:
     """Return the path of the data file of a model at `path`."""
     return os.path.realpath(path) + DATA
@@ -221,7 +231,7 @@ class _Place:
         for path in (old, moved):
             os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(moved, "w", encoding="ascii") as file:
-            file.write(_identity(new))
+            file.write(identity(new))
         target = os.path.join(self._folder, name)
         if os.path.exists(target):
             os.rename(target, old)
@@ -237,7 +247,7 @@ class _Place:
             with open(os.path.join(moved, name), encoding="ascii") as file:
                 ours = file.read()
             # A file that another process has put there since belongs to that process.
-            if not os.path.exists(target) or _identity(target) == ours:
+            if not os.path.exists(target) or identity(target) == ours:
                 if os.path.exists(old):
                     os.replace(old, target)
                 elif os.path.exists(target):
@@ -258,11 +268,6 @@ def _sync(path: str) -> None:
 def _label(name: str) -> str:
     """A label that identifies the temporary folders of one name, and is short even if the name is long."""
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
-
-
-def _identity(path: str) -> str:
-    status = os.stat(path)
-    return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 def _lock(folder: str) -> int | None:

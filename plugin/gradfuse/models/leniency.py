@@ -55,6 +55,44 @@ def as_checked(model: onnx.ModelProto, source: str) -> onnx.ModelProto:
     return copy
 
 
+def without_maps(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model whose outputs are tensors where a ZipMap at the end makes maps of them; itself if none does.
+
+    The converter of scikit-learn puts it there, for a map from class to probability for each row.
+    """
+    maps = {node.output[0]: node for node in model.graph.node if _is_zip_map(node)}
+    if not any(value.name in maps for value in model.graph.output):
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    outputs = list(copy.graph.output)
+    known = {value.name: value for value in (*copy.graph.value_info, *outputs)}
+    del copy.graph.output[:]
+    for value in outputs:
+        name = value.name if value.name not in maps else maps[value.name].input[0]
+        if name not in known:
+            known[name] = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+        copy.graph.output.append(known[name])
+    nodes = [node for node in copy.graph.node if not _is_zip_map(node)]
+    del copy.graph.node[:]
+    copy.graph.node.extend(nodes)
+    return copy
+
+
+def refuse_maps(model: onnx.ModelProto, source: str) -> None:
+    """Raise ModelError if an output is a sequence of maps, which onnx_ir does not know."""
+    for value in model.graph.output:
+        if value.type.sequence_type.elem_type.HasField("map_type") or value.type.HasField("map_type"):
+            raise ModelError(
+                f"{source}: output {value.name!r} is of maps; expected tensors, as skl2onnx gives with "
+                "options={'zipmap': False}"
+            )
+
+
+def _is_zip_map(node: onnx.NodeProto) -> bool:
+    return bool(node.op_type == "ZipMap" and node.domain == "ai.onnx.ml")
+
+
 def _is_odd(model: onnx.ModelProto) -> bool:
     graph, keys = model.graph, [entry.key for entry in model.metadata_props]
     return (

@@ -17,7 +17,7 @@ from gradfuse.errors import ArgumentError, ModelError, one_line
 from gradfuse.models import default_values, validation, zeros
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
-from gradfuse.models.leniency import as_checked
+from gradfuse.models.leniency import as_checked, refuse_maps, without_maps
 from gradfuse.models.ordering import in_order
 from gradfuse.models.tensors import (
     PROTOBUF_LIMIT,
@@ -79,11 +79,13 @@ class LoadedModel:
         return serialized(model)
 
 
-def load(model: ModelLike) -> LoadedModel:
+def load(model: ModelLike, *, tensors_only: bool = False) -> LoadedModel:
     """Read and validate a model; the argument is never changed.
 
     Args:
         model: a path, an `onnx.ModelProto`, an `onnx_ir.Model`, a `torch.onnx.ONNXProgram`, or what was loaded before.
+        tensors_only: whether outputs that a ZipMap makes maps become the tensors that it takes; otherwise maps are
+            refused.
 
     Raises:
         ModelError: not an ONNX model, truncated, invalid, external data missing or too short, or an unknown or too old
@@ -94,8 +96,9 @@ def load(model: ModelLike) -> LoadedModel:
         return dataclasses.replace(model, ir=copy_model(model.ir))
     if isinstance(model, (str, os.PathLike)):
         path = os.fspath(model)
-        return _raised(LoadedModel(_load_path(path, None), path, _Kind.PATH, None))
+        return _raised(LoadedModel(_load_path(path, None, tensors_only), path, _Kind.PATH, None))
     if isinstance(model, onnx.ModelProto):
+        model = without_maps(model) if tensors_only else model
         _check_versions(model, "ModelProto")
         # A proto does not tell which folder its data files are in.
         validation.check_tensors(model, "ModelProto", None)
@@ -180,7 +183,7 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _load_path(path: str, defaults: Arrays | None) -> ir.Model:
+def _load_path(path: str, defaults: Arrays | None, tensors_only: bool = False) -> ir.Model:
     if not os.path.isfile(path):
         what = "is a folder" if os.path.isdir(path) else "is no file" if os.path.exists(path) else "does not exist"
         raise ModelError(f"{path}: {what}; expected an ONNX file")
@@ -188,7 +191,7 @@ def _load_path(path: str, defaults: Arrays | None) -> ir.Model:
     if defaults is not None:
         _move_zeros(proto.graph, defaults, path)
     as_it_is = proto
-    proto = in_order(proto)
+    proto = in_order(without_maps(proto) if tensors_only else proto)
     _check_versions(proto, path)
     folder = os.path.dirname(path) or os.curdir
     # Before anything else, so that nothing reads a file outside the model's folder.
@@ -261,6 +264,7 @@ def parse(path: str, defaults: Arrays | None = None) -> onnx.ModelProto:
 
 
 def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
+    refuse_maps(proto, source)
     # onnx_ir silently drops these.
     if proto.training_info:
         raise ModelError(f"{source}: has training_info; expected a model without, as gradfuse could not keep it")

@@ -53,9 +53,10 @@ if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
 
-    from gradfuse.models import writing
+    from gradfuse.models import tensors, writing
 else:
-    onnx, ir, writing = (deferred.Module(name) for name in ("onnx", "onnx_ir", "gradfuse.models.writing"))
+    onnx, ir = deferred.Module("onnx"), deferred.Module("onnx_ir")
+    tensors, writing = deferred.Module("gradfuse.models.tensors"), deferred.Module("gradfuse.models.writing")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -64,6 +65,8 @@ _S = TypeVar("_S", bound="TrainingSession")
 _WHO = "TrainingSession"
 _DEVICES = {"CUDAExecutionProvider": "cuda"}
 """The device of a session's tensors, by its first execution provider; otherwise the CPU."""
+_SMALL = 2**16
+"""Below this many bytes, a session keeps a second copy of what it begins with."""
 
 
 def alone(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
@@ -124,16 +127,21 @@ class TrainingSession:
         if not isinstance(step, TrainingStep | str | os.PathLike):
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
         self._files: list[str] = []
-        """Files that nothing may replace: those of the step and its evaluation model, their data and values."""
+        """The files that the step was read from, its own first."""
+        self._identities: dict[str, str] = {}
+        """Files that nothing may replace -> what they are now: these, and those that have weights of the step."""
         self._plain: tuple[PlainModel, PlainModel | None] | None = None
         """The step's model and the evaluation model, if onnx or onnx_ir is missing."""
         if not isinstance(step, TrainingStep):
             with collection_paused():
                 if _has_onnx():
-                    step, self._files = load_with_files(step)
+                    step, read_from = load_with_files(step)
                 else:
                     read = load_plain(step)
-                    step, self._files, self._plain = read.step, read.files, (read.model, read.evaluation_model)
+                    step, read_from, self._plain = read.step, read.files, (read.model, read.evaluation_model)
+            self._read_files(read_from)
+        # A step in memory finds its weights also in a file that it has replaced itself.
+        self._identities = dict.fromkeys(_data_files(step), "") | self._identities
         self._step = step
         self._optimizer_state = frozenset(step.optimizer_state)
         self._evaluation: Any = None
@@ -197,7 +205,15 @@ class TrainingSession:
         self._assign({name: self._fitting(name, values[name], "training_step") for name in kept if name not in given})
         if share_with is not None:
             self._share(share_with, given)
+        self._beginning: Arrays = {}
+        """What `load` resets and the file need not be read for: small arrays, and zeros."""
         if self._files:
+            for name in kept.keys() - step.state_dict_names.values():
+                array = values[name]
+                if array.nbytes < _SMALL:
+                    self._beginning[name] = np.array(array)
+                elif not array.any():
+                    self._beginning[name] = np.zeros(array.shape, array.dtype)
             # The session has these values by now, and onnxruntime the model.
             model_of_none = step.model if self._plain is not None else onnx.ModelProto()
             empty: dict[str, Any] = {"parameters": {}, "frozen": {}, "optimizer_state": {}, "report": None}
@@ -212,12 +228,12 @@ class TrainingSession:
 
     @property
     def training_step(self) -> TrainingStep:
-        """The step, with the values that training started from: the argument, or what is at its path now.
+        """The step, with the values that training started from: the argument, or what is read from its path again.
 
         Raises:
-            ModelError: the file cannot be read.
+            ModelError: the file cannot be read, or is not the one that the session was made from.
         """
-        return TrainingStep.load(self._files[0]) if self._files else self._step
+        return self._step_of_file() if self._files else self._step
 
     @alone
     def step(self, inputs: Any, targets: Any = None) -> float:
@@ -498,7 +514,12 @@ class TrainingSession:
             ArgumentError: a name is unknown or missing, a type or shape differs, two tied names have different values,
                 or a constant of the model has another value. Then nothing changes.
         """
-        self._assign(self._tensors_of(state_dict, "load_state_dict", strict))
+        arrays = self._tensors_of(state_dict, "load_state_dict", strict)
+        if self._device[0] == "cpu":
+            # Views of `ort_values` would change while they are read.
+            own = [self.ort_values[name].numpy() for name in arrays]
+            arrays |= {n: np.array(a) for n, a in arrays.items() if any(np.may_share_memory(a, one) for one in own)}
+        self._assign(arrays)
 
     @alone
     def save(
@@ -537,12 +558,12 @@ class TrainingSession:
         require_path(path, where)
         text = checkpoints.text_of(self.step_count if optimizer else None, {} if extra is None else extra, where)
         tensor_files.safetensors_numpy(where)
-        files.require_free(path, self._files)
+        files.require_free(path, self._identities)
         self._background.wait()
         if wait:
-            checkpoints.write(path, self._tensors(optimizer), text, self._files, where)
+            checkpoints.write(path, self._tensors(optimizer), text, self._identities, where)
             return
-        tensors, kept = self._tensors(optimizer, copy=True), list(self._files)
+        tensors, kept = self._tensors(optimizer, copy=True), list(self._identities)
         # Relative to the folder of now.
         path = os.path.abspath(path)
         self._background.start(lambda: checkpoints.write(path, tensors, text, kept, where))
@@ -568,7 +589,7 @@ class TrainingSession:
         if self._plain is not None:
             self._save_plain_evaluation_model(path, self._plain[1])
             return
-        model = ir.from_proto(self._evaluation_model("save_evaluation_model"))
+        model = self._whole_evaluation_model("save_evaluation_model")
         graph, averages = model.graph, self._averages("save_evaluation_model") if averaged else {}
         values = self.ort_values
         for value in [value for value in graph.inputs if value.name in values]:
@@ -577,7 +598,7 @@ class TrainingSession:
             value.const_value = ir.tensor(array, name=value.name)
             graph.inputs.remove(value)
             graph.register_initializer(value)
-        writing.save(model, path, inputs=self._files)
+        writing.save(model, path, inputs=self._identities)
 
     def wait(self) -> None:
         """Wait until `save(wait=False)` has written its file to the disk.
@@ -621,8 +642,7 @@ class TrainingSession:
         except ArgumentError as error:
             raise ModelError(f"{os.fspath(path)}: {error}") from error
         if not stored and own:
-            step = self.training_step if self._plain is None else load_plain(self._files[0]).step
-            begin = step.initial_values
+            begin = self._beginning if set(own) <= self._beginning.keys() else self.training_step.initial_values
             loaded |= {name: self._fitting(name, begin[name], "training_step") for name in own}
         self._assign(loaded, step_count - self._runs)
         return extra
@@ -630,6 +650,22 @@ class TrainingSession:
     def _read_checkpoint(self, path: str | os.PathLike[str], where: str) -> tuple[Arrays, int, dict[str, Any]]:
         """Return the tensors of a checkpoint, the steps done, and the user's `extra`."""
         return checkpoints.read(path, where)
+
+    def _read_files(self, paths: Sequence[str]) -> None:
+        """Note which files the step was read from."""
+        self._files = list(paths)
+        self._identities |= {path: files.identity(path) if os.path.exists(path) else "" for path in paths}
+
+    def _step_of_file(self) -> TrainingStep:
+        """Return the step with its values, which the session does not keep if they are in a file."""
+        self._require_same_files()
+        return TrainingStep.load(self._files[0]) if self._plain is None else load_plain(self._files[0]).step
+
+    def _require_same_files(self) -> None:
+        """Refuse files that are not those that the session was made from, such as those of a newer step."""
+        for path, identity in self._identities.items():
+            if identity and os.path.exists(path) and files.identity(path) != identity:
+                raise ModelError(f"{_WHO}: {path} has changed since; expected the file that the session was made from")
 
     def _averages(self, method: str) -> Arrays:
         """Return copies of the averages by the names of the parameters, in their types; none before the first one."""
@@ -652,6 +688,12 @@ class TrainingSession:
             raise _no_evaluation_model(method)
         return model
 
+    def _whole_evaluation_model(self, method: str) -> ir.Model:
+        model = ir.from_proto(self._evaluation_model(method))
+        if tensors.data_files(model):
+            self._require_same_files()
+        return model
+
     def _evaluation_types(self) -> tuple[dict[str, TensorType], list[str]]:
         """Return the inputs of the evaluation model, and the names of its outputs."""
         if self._plain is not None:
@@ -664,8 +706,10 @@ class TrainingSession:
 
     def _evaluation_session(self) -> Any:
         if self._plain is not None and self._plain[1] is not None:
+            if self._plain[1].has_files:
+                self._require_same_files()
             return self._plain_session(self._plain[1])
-        return self._inference_session(ir.from_proto(self._evaluation_model("evaluate")))
+        return self._inference_session(self._whole_evaluation_model("evaluate"))
 
     def _save_plain_evaluation_model(self, path: str | os.PathLike[str], model: PlainModel | None) -> None:
         method = "save_evaluation_model"
@@ -675,9 +719,11 @@ class TrainingSession:
         if model.has_files and os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
             what = f"{os.fspath(path)} is in another folder than the weights of {model.path}"
             raise GradfuseError(f"{_WHO}.{method}: {what}; expected a path beside them, or onnx and onnx_ir installed")
+        if model.has_files:
+            self._require_same_files()
         values = self.ort_values
         kept = {name: _copied(values[name]) for name in model.inputs if name in values}
-        files.write_file(path, with_values(model, kept), self._files)
+        files.write_file(path, with_values(model, kept), self._identities)
 
     def _keep_pairs(self, kept: bool) -> None:
         """Keep onnxruntime from fusing QuantizeLinear and DequantizeLinear pairs into integer products, if asked."""
@@ -758,7 +804,7 @@ class TrainingSession:
 
     def _assign(self, arrays: Mapping[str, npt.NDArray[Any]], steps_before: int | None = None) -> None:
         """Set values, and how many steps were done before those of this session if that is given."""
-        # All copies are made before anything is changed.
+        # What has to be copied is copied before anything is changed.
         values = self.ort_values
         copies = [(values[name], contiguous(array)) for name, array in arrays.items()]
 
@@ -967,8 +1013,15 @@ def _types(model: PlainModel) -> tuple[dict[str, TensorType], dict[str, TensorTy
     return inputs, outputs
 
 
+def _data_files(step: TrainingStep) -> set[str]:
+    """Return the files that have weights of a step's models."""
+    tensors = (t for model in (step.model, step.evaluation_model) if model is not None for t in model.graph.initializer)
+    return {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
+
+
 def _no_evaluation_model(method: str) -> GradfuseError:
-    return GradfuseError(f"{_WHO}.{method}: the step has no evaluation model; expected one exported with it")
+    wanted = "one exported with it, and its file beside the step's"
+    return GradfuseError(f"{_WHO}.{method}: the step has no evaluation model; expected {wanted}")
 
 
 def _device(provider: Any) -> tuple[str, int]:

@@ -392,6 +392,9 @@ def load_plain(path: str | os.PathLike[str]) -> PlainStep:
     evaluation_model = None
     if stored.evaluation_file is not None and os.path.exists(_beside(path, stored.evaluation_file)):
         evaluation_model = plain_reading.read(_beside(path, stored.evaluation_file))
+    model = dataclasses.replace(model, path=os.path.abspath(model.path))
+    if evaluation_model is not None:
+        evaluation_model = dataclasses.replace(evaluation_model, path=os.path.abspath(evaluation_model.path))
     # Nothing reads the model: onnxruntime has it.
     step = TrainingStep(model=None, **arrays, **stored.fields)  # type: ignore[arg-type]
     step._require_names(
@@ -448,8 +451,9 @@ def _stored_step(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> I
 
 
 def _read_from(path: str | os.PathLike[str], values_file: str | None) -> list[str]:
-    """Return the files that a step's training begins with."""
-    found = [file for of in (path, _evaluation_path(path)) for file in (os.fspath(of), files.data_path(of))]
+    """Return the files that a step's training begins with, wherever the process goes on."""
+    path = os.path.abspath(path)
+    found = [file for of in (path, _evaluation_path(path)) for file in (of, files.data_path(of))]
     return found if values_file is None else [*found, _beside(path, values_file)]
 
 
