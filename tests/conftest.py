@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -78,6 +79,27 @@ def inference_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradfuse.models import inference, inference_worker
 
     monkeypatch.setattr(inference, "ask", inference_worker.infer)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _idle_threads_sleep() -> Iterator[None]:
+    """By default onnxruntime's threads wait in a loop, which takes longer than what small models compute."""
+    import onnxruntime
+
+    entry = "session.intra_op.allow_spinning"
+    original = onnxruntime.InferenceSession.__init__
+
+    def opened(self: Any, model: Any, sess_options: Any = None, *args: Any, **kwargs: Any) -> None:
+        options = onnxruntime.SessionOptions() if sess_options is None else sess_options
+        try:
+            options.get_session_config_entry(entry)
+        except RuntimeError:  # not set
+            options.add_session_config_entry(entry, "0")
+        original(self, model, options, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(onnxruntime.InferenceSession, "__init__", opened)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -63,11 +63,18 @@ def read_by_host(op: str) -> set[str]:
 
 def session_of(model: onnx.ModelProto, threads: int = 1) -> ort.InferenceSession:
     """A session of stock onnxruntime with our library registered."""
+    options = _options(library_of(_device), threads)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+@cache
+def _options(library: str, threads: int) -> ort.SessionOptions:
+    """To register a library takes a third of the time of a session."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
-    options.register_custom_ops_library(library_of(_device))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    options.register_custom_ops_library(library)
+    return options
 
 
 def run(op: str, *inputs: Tensor | None, threads: int = 1, **attributes: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpp_ext.single_node import FLOATS, assert_refused, assert_same_bits, run
+from cpp_ext.single_node import CPU, FLOATS, assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from long_tests import each_once
@@ -131,6 +131,7 @@ print("as dense")
 """
 
 
+@pytest.mark.parametrize("device", [CPU], indirect=True)
 @pytest.mark.parametrize("stream_bytes", ["0", str(2**62)])
 def test_outputs_may_lie_anywhere_and_on_the_inputs(stream_bytes: str) -> None:
     """Streaming stores, which need alignment, too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from gradfuse.custom_ops import OPS
 MANY = 20
 
 
+@cache
 def valid(op: str) -> tuple[list[Tensor], list[Tensor]]:
     """Inputs that an operator takes, and its outputs."""
     sample = SAMPLES[op].valid()

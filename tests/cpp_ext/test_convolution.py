@@ -174,8 +174,10 @@ LARGE: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("described, dtype", each_once(LARGE, (torch.float32, torch.bfloat16, torch.float64)), ids=str)
 def test_large_and_the_same_bits_for_any_number_of_threads(described: tuple[Any, ...], dtype: torch.dtype) -> None:
     *sizes, attributes = described
-    one, two = (check(*sizes, dtype=dtype, threads=threads, **attributes) for threads in (1, 2))
-    assert_same_bits(one, two)
+    sample = arguments(sizes, attributes, dtype)
+    one, two = (run(OP, *sample.inputs, threads=threads, **attributes) for threads in (1, 2))
+    SAMPLES[OP].assert_close(one, sample, dtype)
+    assert_same_bits(one[0], two[0])
 
 
 @pytest.mark.parametrize("device", [CUDA_SIMT], indirect=True)

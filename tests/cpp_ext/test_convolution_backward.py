@@ -158,15 +158,22 @@ LARGE: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("described, dtype", each_once(LARGE, (torch.float32, torch.bfloat16, torch.float64)), ids=str)
 def test_large_and_the_same_bits_for_any_number_of_threads(described: tuple[Any, ...], dtype: torch.dtype) -> None:
     *sizes, attributes = described
-    one, two = (check(*sizes, dtype=dtype, threads=threads, **attributes) for threads in (1, 2))
+    sample = arguments(sizes, attributes, dtype)
+    one, two = (run(OP, *sample.inputs, threads=threads, **attributes) for threads in (1, 2))
+    SAMPLES[OP].assert_close(one, sample, dtype)
     for first, second in zip(one, two, strict=True):
         assert_same_bits(first, second)
 
 
 @pytest.mark.parametrize("device", [CUDA_SIMT], indirect=True)
-@pytest.mark.parametrize("described", [LARGE[2], LARGE[7]], ids=str)
+@pytest.mark.parametrize(
+    "described", [(35, (16, 12), (9, 8), (3, 3), {"padding": (1,), "stride": (2,)}), LARGE[7]], ids=str
+)
 def test_large_on_cuda(described: tuple[Any, ...]) -> None:
-    """Its kernels are direct loops, which take the machine of the tests long: two sizes stand for all."""
+    """Of more places, and more elements, than a block has threads.
+
+    The kernels are direct loops, which take the machine of the tests long: two sizes stand for all.
+    """
     *sizes, attributes = described
     check(*sizes, **attributes)
 

@@ -9,6 +9,7 @@ import torch
 from cpp_ext.single_node import assert_refused, assert_same_bits, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_tests import each_once
 from operators import SAMPLES
 from operators.fused_matmul import arguments
 
@@ -60,9 +61,11 @@ def test_any_sizes(
     SAMPLES[OP].assert_close(outputs, sample, dtype)
 
 
-@pytest.mark.parametrize("dtype", SAMPLES[OP].dtypes, ids=str)
-@pytest.mark.parametrize("sizes", [(700, 300, 800), (1000, 2100, 40), (30, 600, 1500)])
-@pytest.mark.parametrize("transposed", [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    "dtype, sizes, transposed",
+    each_once(SAMPLES[OP].dtypes, [(700, 300, 800), (1000, 2100, 40), (30, 600, 1500)], [(False, True), (True, False)]),
+    ids=str,
+)
 def test_threads_change_no_bit(dtype: torch.dtype, sizes: tuple[int, int, int], transposed: tuple[bool, bool]) -> None:
     trans_a, trans_b = transposed
     sample = arguments((), (), sizes, dtype, trans_a=trans_a, trans_b=trans_b, bias=True)

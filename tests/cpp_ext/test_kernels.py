@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from cpp_ext.single_node import assert_same_bits, run
+from cpp_ext.single_node import CPU, assert_same_bits, run
 from operators import SAMPLES, Sample
 from operators.strides import moved
 from torch import Tensor
@@ -37,8 +37,11 @@ def samples_of(op: str, dtype: torch.dtype) -> list[Sample]:
 
 @each_type
 @pytest.mark.sampled(every=2)
-def test_results_are_those_of_pytorch_and_the_same_bits_for_any_number_of_threads(op: str, dtype: torch.dtype) -> None:
-    for sample in samples_of(op, dtype):
+def test_results_are_those_of_pytorch_and_the_same_bits_for_any_number_of_threads(
+    device: str, op: str, dtype: torch.dtype
+) -> None:
+    parts = SAMPLES[op].parts(dtype) if device == CPU else ()
+    for sample in [*samples_of(op, dtype), *parts]:
         outputs = outputs_of(op, sample)
         SAMPLES[op].assert_close(outputs, sample, dtype)
         for one, two in zip(outputs, outputs_of(op, sample, threads=2), strict=True):

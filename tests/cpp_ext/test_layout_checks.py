@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gradfuse.custom_ops import OPS
+
 CPP_EXT = Path(__file__).resolve().parents[2] / "cpp_ext"
 EXPECTED = """\
 dense: ok
@@ -29,7 +31,9 @@ def test_layouts_and_types(tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("no C++ compiler")
     program = tmp_path / "layout_check"
-    sources = [CPP_EXT / "tests" / "layout_check.cc", *sorted((CPP_EXT / "kernels").glob("*.cc"))]
+    left_out = {operator.stem for operator in OPS.values()} - {"mse_loss_backward", "grouped_bias_add_grad"}
+    checks = sorted(path for path in (CPP_EXT / "kernels").glob("*.cc") if path.stem not in left_out)
+    sources = [CPP_EXT / "tests" / "layout_check.cc", *checks]
     includes = [f"-I{CPP_EXT}", f"-I{CPP_EXT / 'include'}"]
     subprocess.run([compiler, "-std=c++17", *includes, *map(str, sources), "-o", str(program)], check=True)
     result = subprocess.run([program], check=True, capture_output=True, text=True)

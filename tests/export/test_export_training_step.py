@@ -7,12 +7,12 @@ import copy
 import dataclasses
 import os
 import pty
-import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import onnx
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from like_torch import assert_like_torch
 from torch import Tensor, nn
 
-from gradfuse import ExportError, ModelError, TrainingStep, export_training_step, fuse, library
+from gradfuse import ExportError, ModelError, TrainingStep, export_training_step, fuse, library, terminal
 from gradfuse.differentiation import rules
 from gradfuse.models.arrays import to_numpy
 from gradfuse.testing import assert_gradients_close
@@ -423,31 +423,34 @@ def test_progress_grows_to_the_end(fuse: bool) -> None:
     assert ("fusing" in [part for part, _, _ in told]) is fuse
 
 
-_WITH_A_BAR = """
-import sys
-import torch
-from gradfuse import export_training_step
-batch = torch.ones(2, 3), torch.tensor([0, 1])
-export_training_step(torch.nn.Linear(3, 4), torch.nn.functional.cross_entropy, batch, progress=True)
-print("that is all", file=sys.stderr)
-"""
+def test_a_bar_is_shown_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "_SHOW_PROGRESS_AFTER_SECONDS", 0.0)
 
+    def export(stderr: TextIO) -> None:
+        with stderr, monkeypatch.context() as patched:
+            patched.setattr(sys, "stderr", stderr)
+            export_training_step(Mlp(), F.cross_entropy, (torch.randn(4, 6), classes(4)), progress=True)
+            print("that is all", file=stderr)
 
-def test_a_bar_is_shown_on_a_terminal_only() -> None:
-    terminal, process_end = pty.openpty()
-    with subprocess.Popen([sys.executable, "-c", _WITH_A_BAR], stderr=process_end) as process:
-        os.close(process_end)
-        shown = b""
+    ours, theirs = pty.openpty()
+    shown: list[bytes] = []
+
+    def read() -> None:
+        # A terminal that nobody writes to any more raises an error.
         with contextlib.suppress(OSError):
-            # A terminal whose process has ended raises an error.
-            while read := os.read(terminal, 4096):
-                shown += read
-    os.close(terminal)
-    assert process.returncode == 0
-    assert b"exporting: " in shown
-    assert b"that is all" in shown
-    piped = subprocess.run([sys.executable, "-c", _WITH_A_BAR], capture_output=True, text=True, check=True)
-    assert piped.stderr == "that is all\n"
+            while part := os.read(ours, 4096):
+                shown.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    export(os.fdopen(theirs, "w"))
+    reader.join()
+    os.close(ours)
+    assert b"exporting: " in b"".join(shown)
+    assert b"that is all" in b"".join(shown)
+
+    export((tmp_path / "stderr").open("w"))
+    assert (tmp_path / "stderr").read_text() == "that is all\n"
 
 
 class Caring(Mlp):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def write(folder: Path, signatures: Mapping[str, Mapping[str, Any]]) -> None:
     (folder / "capi_ops.inc").write_text(text + "\n" + ", \\\n".join(ops) + "\n", encoding="utf-8")
 
 
+@cache
 def largest_cases() -> dict[str, Case]:
     """Of each op the case in float32 with the most inputs, and of those the largest that is not too large."""
 

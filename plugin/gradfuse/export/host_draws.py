@@ -78,8 +78,9 @@ def _replaced(
     for module, name in _DRAWN:
         changed.append((module, name, getattr(module, name)))
         setattr(module, name, _drawing(getattr(module, name), number))
-    for module in list(sys.modules.values()):
-        original = getattr(module, "__dict__", {}).get(_SPANS)
+    # There are thousands of modules.
+    for module in [module for module in list(sys.modules.values()) if _SPANS in getattr(module, "__dict__", ())]:
+        original = getattr(module, _SPANS)
         # Contexts may be nested.
         original = getattr(original, _REPLACED, original)
         if isinstance(original, FunctionType) and tuple(inspect.signature(original).parameters) == _ARGUMENTS_OF_SPANS:

@@ -114,9 +114,10 @@ class Selections:
         """
         originals = {new: old for old, new in self.codes.items()}
         lines = dict(self.lines)
-        for code, line in places:
-            old = originals.get(code, code)
-            if line in self.lines.get(old, ()) or not functions_of(old, step):
+        asked_for = [(originals.get(code, code), line) for code, line in places]
+        functions = functions_of([old for old, _ in asked_for], step)
+        for old, line in asked_for:
+            if line in self.lines.get(old, ()) or not functions[id(old)]:
                 raise rewriting.CannotRewriteError
             lines[old] = lines.get(old, frozenset()) | {line}
         codes = {
@@ -132,7 +133,8 @@ class Selections:
     @contextlib.contextmanager
     def installed(self, step: TorchStep, trial: Trial | None = None) -> Iterator[Decisions]:
         """Let the functions compute both sides."""
-        changed = [(function, function.__code__) for code in self.codes for function in functions_of(code, step)]
+        functions = functions_of(self.codes, step)
+        changed = [(function, code) for code in self.codes for function in functions[id(code)]]
         namespaces = [function.__globals__ for function, _ in changed]
         found = Found()
         decisions = Decisions(step, self.written, found, trial)
@@ -150,16 +152,19 @@ class Selections:
                 namespace.pop(rewriting.HELPER, None)
 
 
-def functions_of(code: CodeType, step: TorchStep) -> list[FunctionType]:
-    """Return the functions that have this code."""
-    # The garbage collector does not track frozen objects; modules and classes do not refer to nested functions.
-    pending: list[Any] = [one for one in gc.get_referrers(code) if isinstance(one, FunctionType)]
+def functions_of(codes: Collection[CodeType], step: TorchStep) -> dict[int, list[FunctionType]]:
+    """Return the functions that have each of these codes, by its id: those of several files may be equal."""
+    found: dict[int, dict[int, FunctionType]] = {id(code): {} for code in codes}
+    if not found:
+        return {}
+    # The garbage collector does not track frozen objects; modules and classes do not refer to nested functions. All
+    # that it tracks is gone through, whatever the number of codes.
+    pending: list[Any] = [one for one in gc.get_referrers(*codes) if isinstance(one, FunctionType)]
     for owner in (step.module, step.loss):
         modules = list(owner.modules()) if isinstance(owner, torch.nn.Module) else [owner]
         pending += [kind for module in modules for kind in type(module).__mro__]
-    loaded = list(sys.modules.values())
-    pending += [module for module in loaded if getattr(module, "__file__", None) == code.co_filename]
-    found: dict[int, FunctionType] = {}
+    loaded, files = list(sys.modules.values()), {code.co_filename for code in codes}
+    pending += [module for module in loaded if getattr(module, "__file__", None) in files]
     seen: set[int] = set()
     while pending:
         one = pending.pop()
@@ -167,8 +172,8 @@ def functions_of(code: CodeType, step: TorchStep) -> list[FunctionType]:
             continue
         seen.add(id(one))
         if isinstance(one, FunctionType):
-            if one.__code__ is code:
-                found[id(one)] = one
+            if (code := id(one.__code__)) in found:
+                found[code][id(one)] = one
             pending += [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY]
         elif isinstance(one, (type, ModuleType)):
             pending += [value for value in vars(one).values() if isinstance(value, _HOLDERS)]
@@ -176,7 +181,7 @@ def functions_of(code: CodeType, step: TorchStep) -> list[FunctionType]:
             pending.append(one.__func__)
         elif isinstance(one, property):
             pending.append(one.fget)
-    return list(found.values())
+    return {code: list(functions.values()) for code, functions in found.items()}
 
 
 _EMPTY = CellType()

@@ -62,7 +62,8 @@ class SizeNumbers:
     @contextlib.contextmanager
     def installed(self, step: TorchStep) -> Iterator[None]:
         """Let the functions call what takes sizes."""
-        changed = [(one, one.__code__) for code in self.codes for one in functions_of(code, step)]
+        functions = functions_of(self.codes, step)
+        changed = [(one, code) for code in self.codes for one in functions[id(code)]]
         namespaces = [function.__globals__ for function, _ in changed]
         try:
             for namespace in namespaces:
@@ -80,10 +81,13 @@ class SizeNumbers:
         """Rewrite the calls in lines of functions, which may be rewritten ones; return whether there are new ones."""
         originals = {new: old for old, new in self.codes.items()}
         found = False
-        for code, line in places:
-            old = originals.get(code, code)
+        calls = [(originals.get(code, code), line) for code, line in places]
+        calls = [(old, line) for old, line in calls if line not in self.lines.get(old, ())]
+        calls = [(old, line) for old, line in calls if _LINE.search(explaining.line_of(old, line))]
+        functions = functions_of([old for old, _ in calls], step)
+        for old, line in calls:
             lines = self.lines.get(old, frozenset())
-            if line in lines or not _LINE.search(explaining.line_of(old, line)) or not functions_of(old, step):
+            if line in lines or not functions[id(old)]:
                 continue
             try:
                 self.codes[old] = rewriting.with_numbers(old, lines | {line}, _NAMES)

@@ -49,6 +49,7 @@ class Samples:
         invalid: arguments near those of `valid` that must be refused, in C and in onnxruntime alike.
         dtypes: the types of T in which results are held against PyTorch's.
         typical: inputs in a type that between them reach every branch; by default two of `sized`.
+        parts: inputs in a type that are so large that the kernel for CPUs takes them in parts; by default none.
         rows: inputs whose rows, along which kernels have their loops, are of a length; by default those of `sized`.
         empty: arguments without elements, and the shapes of the outputs, which are 0 where they have elements.
     """
@@ -60,6 +61,7 @@ class Samples:
     invalid: Callable[[], Iterator[Sample]]
     dtypes: Sequence[torch.dtype] = FLOATS
     typical: Callable[[torch.dtype], Sequence[Sample]] | None = None
+    parts: Callable[[torch.dtype], Sequence[Sample]] = lambda _: ()
     rows: Callable[[int, torch.dtype], Sequence[Sample]] | None = None
     empty: Sequence[tuple[Sample, Sequence[tuple[int, ...]]]] = ()
 
