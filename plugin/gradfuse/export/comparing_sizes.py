@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.torch_step import TorchStep, undisturbed
 from gradfuse.export.verifying import Opened, Truth, has_onnxruntime
 from gradfuse.models.arrays import Arrays
-from gradfuse.passes.propagation import Facts
+from gradfuse.training import batch_checks
 from gradfuse.training.batch_checks import SizeCheck
 
 _OF_SHAPES = frozenset(
@@ -36,7 +35,6 @@ _OF_SHAPES = frozenset(
 """Operators whose results naturally depend on sizes."""
 _DRAWN = 3
 """How many batches are drawn if one that repeats the given one has equal numbers."""
-_MATRIX = 2
 _FRAGILE = frozenset(
     """
     _embedding_bag _embedding_bag_forward_only _native_batch_norm_legit _native_batch_norm_legit_functional
@@ -152,8 +150,8 @@ def checks_of(
             sizes.tell(one.text)
             found += [] if one.check is None else [one.check]
     axes = _varied(model, shapes)
-    summed = _summed(model, set(axes))
-    empty = [label for label in axes if label not in summed and is_right(label, 0)]
+    always_filled = batch_checks.filled_dimensions(model)
+    empty = [label for label in axes if label not in always_filled and is_right(label, 0)]
     found += [explaining.filled(axes[label][:1]) for label in axes if label not in empty]
     for pair in itertools.combinations(empty, 2):
         if not _is_right(truth, model, opened, dict.fromkeys(pair, 0), shapes, which):
@@ -168,23 +166,6 @@ def _varied(model: ir.Model, shapes: DynamicShapes) -> dict[str, list[Axis]]:
         for axis, label in shapes.names.get(str(value.name), {}).items():
             if value.shape is not None and not isinstance(value.shape[axis], int):
                 found.setdefault(label, []).append((str(value.name), axis))
-    return found
-
-
-def _summed(model: ir.Model, labels: set[str]) -> set[str]:
-    """Return the dimensions that several matrix products at once may sum over.
-
-    onnxruntime's transposed ones of nothing are not 0, but what was in memory; and it does not broadcast those.
-    """
-    facts, found = Facts(model), set[str]()
-    for node in model.graph:
-        if node.op_type != "MatMul" or node.domain:
-            continue
-        left, right = (facts.shapes.get(value) if value is not None else None for value in node.inputs)
-        if not left or left[-1] in facts.invented:
-            return labels
-        if right is None or not len(left) == len(right) == _MATRIX:
-            found |= set(re.findall(r"\w+", str(left[-1])))
     return found
 
 

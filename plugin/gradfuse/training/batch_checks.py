@@ -10,17 +10,34 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN
+from gradfuse.passes.propagation import Facts, size_of
 from gradfuse.training.nodes import GraphTensor, Nodes
 from gradfuse.training.step import LOSS, IndexRange
 
 _VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity"}
 """Operators whose results have each element of their operand once."""
+_STURDY = frozenset(
+    """
+    Abs Add And ArgMax ArgMin BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Ceil Clip Compress
+    Concat Constant ConstantOfShape Cos CumSum Div Elu Equal Erf Exp Expand Flatten Floor Gather
+    GatherElements GatherND Gelu Gemm Greater GreaterOrEqual HardSigmoid HardSwish Identity IsInf IsNaN
+    LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax Max Min Mul Neg NonZero Not OneHot Or Pad Pow
+    Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd
+    ReduceSum ReduceSumSquare Relu Reshape Round ScatterElements ScatterND Shape Sigmoid Sign Sin Size Slice
+    Softmax Softplus Split Sqrt Squeeze Sub Sum Tan Tanh Tile TopK Transpose Trilu Unsqueeze Where Xor
+    """.split()
+)
+"""Operators of which onnxruntime gives what PyTorch gives of empty tensors, or an error."""
+_OF_BATCHES = frozenset("AveragePool BatchNormalization Conv GlobalAveragePool GlobalMaxPool MaxPool".split())
+"""Those of which it does so where the batch, the first axis, is empty."""
+_MATRIX = 2
 _INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 _MOST_NODES = 64
 _MOST_BYTES = 4096
@@ -106,6 +123,40 @@ def ranges_of(checks: Iterable[Check]) -> dict[str, tuple[IndexRange, ...]]:
         if check.of is not None and isinstance(check.index.size, int):
             found.setdefault(check.of, {})[IndexRange(check.index.size, check.index.ignored)] = None
     return {name: tuple(ranges) for name, ranges in found.items()}
+
+
+def filled_dimensions(model: ir.Model) -> set[str | None]:
+    """Return the names of dimensions of inputs that may not be 0, as kernels of onnxruntime are not made for that.
+
+    It never returns from some convolutions of nothing, products of several matrices end the process or give what was in
+    memory, and a division by a size of 0 ends it, too. So only operators of which nothing like that is known may get
+    empty tensors. A dimension without a name is None.
+    """
+    dims = {size_of(dim) for value in model.graph.inputs for dim in value.shape or ()}
+    labels = {dim for dim in dims if not isinstance(dim, int)}
+    bodies = {(function.domain, function.name): function for function in model.functions.values()}
+    facts, found = Facts(model), set[str | None]()
+    for node in model.graph.all_nodes():
+        body = bodies.get((node.domain, node.op_type))
+        shapes = [facts.shapes.get(value) for value in (*node.inputs, *node.outputs) if value is not None]
+        if body is not None:
+            is_sturdy = all(inner.op_type in _STURDY and inner.domain in ("", DOMAIN) for inner in body)
+        elif node.op_type in ("Div", "Mod"):
+            is_sturdy = facts.dtypes.get(node.outputs[0]) not in (None, *_INTEGERS)
+            shapes = shapes if is_sturdy else [None]
+        elif node.op_type in _OF_BATCHES and not node.domain:
+            is_sturdy, shapes = False, [shape and shape[1:] for shape in shapes]
+        else:
+            is_matrix = node.op_type == "MatMul" and all(shape and len(shape) == _MATRIX for shape in shapes)
+            is_sturdy = not node.domain and (node.op_type in _STURDY or is_matrix)
+        if is_sturdy:
+            continue
+        sizes = {str(size) for shape in shapes for size in shape or ()}
+        if None in shapes or not facts.invented.isdisjoint(sizes):
+            return labels
+        names = {name for size in sizes for name in (size, *re.findall(r"\w+", size))}
+        found |= labels & names
+    return found
 
 
 def append(

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -54,9 +54,11 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from gradfuse.models import tensors, writing
+    from gradfuse.training import batch_checks
 else:
     onnx, ir = deferred.Module("onnx"), deferred.Module("onnx_ir")
     tensors, writing = deferred.Module("gradfuse.models.tensors"), deferred.Module("gradfuse.models.writing")
+    batch_checks = deferred.Module("gradfuse.training.batch_checks")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -205,6 +207,7 @@ class TrainingSession:
         self._assign({name: self._fitting(name, values[name], "training_step") for name in kept if name not in given})
         if share_with is not None:
             self._share(share_with, given)
+        self._filled: dict[bool, Collection[str | None]] = {}
         self._beginning: Arrays = {}
         """What `load` resets and the file need not be read for: small arrays, and zeros."""
         if self._files:
@@ -247,7 +250,8 @@ class TrainingSession:
 
         Raises:
             ArgumentError: a tensor is missing, or has another type or shape; a label or index is out of range, as far
-                as PyTorch refuses it; or all inputs are empty.
+                as PyTorch refuses it; or all inputs are empty, or an axis for which kernels of onnxruntime are not made
+                for that.
             ModelError: onnxruntime fails to run the step; then nothing changes, except that `gradients` are lost. Or an
                 earlier `save(wait=False)` has failed.
             GradfuseError: a signal's handler calls it while its thread is in a step.
@@ -291,7 +295,8 @@ class TrainingSession:
             An array, or a tuple of them if the module returns several tensors.
 
         Raises:
-            ArgumentError: a tensor is missing, or has another type or shape; or an index is out of range.
+            ArgumentError: a tensor is missing, or has another type or shape; an index is out of range; or an axis is
+                empty for which kernels of onnxruntime are not made for that.
             GradfuseError: the step was exported without an evaluation model, or its file is missing; or without
                 averages.
             ModelError: onnxruntime cannot load or run it; or an earlier `save(wait=False)` has failed.
@@ -301,6 +306,7 @@ class TrainingSession:
         feeds = self._batch_of(inputs, self._step.input_names, "evaluate", "inputs", known)
         require_shapes(f"{_WHO}.evaluate", feeds, known)
         require_in_range(f"{_WHO}.evaluate", feeds, self._step.index_ranges)
+        self._require_filled(f"{_WHO}.evaluate", feeds, known, evaluates=True)
         if self._evaluation is None:
             with collection_paused():
                 self._evaluation = self._evaluation_session()
@@ -907,7 +913,34 @@ class TrainingSession:
         feeds |= self._batch_of(targets, self._step.target_names, "step", "targets", self._inputs)
         require_shapes(f"{_WHO}.step", feeds, self._inputs)
         require_in_range(f"{_WHO}.step", feeds, self._step.index_ranges)
+        self._require_filled(f"{_WHO}.step", feeds, self._inputs)
         return feeds
+
+    def _require_filled(
+        self, where: str, feeds: Arrays, known: Mapping[str, TensorType], *, evaluates: bool = False
+    ) -> None:
+        """Refuse axes of size 0 that kernels of onnxruntime are not made for."""
+        if all(array.size for array in feeds.values()):
+            return
+        filled = self._filled_dimensions(evaluates)
+        for name, array in feeds.items():
+            for axis, size in enumerate(array.shape):
+                if size == 0 and known[name].shape[axis] in filled:
+                    raise ArgumentError(
+                        f"{where}: {name!r} is {TensorType(array.dtype, array.shape)}; expected at least one element "
+                        f"along axis {axis}, as onnxruntime's kernels are not made for none"
+                    )
+
+    def _filled_dimensions(self, evaluates: bool) -> Collection[str | None]:
+        """Return the names of dimensions of the batch that may not be 0 in a step, or when it evaluates."""
+        if evaluates not in self._filled:
+            if self._plain is not None:
+                dims = {dim for known in self._inputs.values() for dim in known.shape if not isinstance(dim, int)}
+                self._filled[evaluates] = dims
+            else:
+                model = self._evaluation_model("evaluate") if evaluates else self.training_step.model
+                self._filled[evaluates] = batch_checks.filled_dimensions(ir.from_proto(model))
+        return self._filled[evaluates]
 
     def _is_empty(self, feeds: Arrays) -> bool:
         """Whether no input of a batch has an element."""
