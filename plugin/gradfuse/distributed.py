@@ -516,6 +516,7 @@ class DataParallelSession(TrainingSession):
         weight = self._weight_of(feeds) if weight is None else float(weight)
         if weight == 0 or (self._step.input_names and self._is_empty(feeds)):
             return report
+        self._require_filled(f"{_WHO}.step", feeds, self._inputs)
         if self._seed is not None:
             common = self.ort_values[self._seed].numpy()
             assert self._share_seed is not None

@@ -477,7 +477,7 @@ def test_numbers_may_be_of_any_kind() -> None:
         (lambda: UNTYPED_BUILD(net(), UNTYPED_LOSSES.MSELoss), "loss is the class MSELoss; expected a name, an object"),
         (
             lambda: UNTYPED_BUILD(net(), "mse", optimizer=UNTYPED_OPTIMIZERS.SGD),
-            "optimizer is the class SGD; expected an object",
+            "optimizer is the class SGD; expected one of",
         ),
         (
             lambda: UNTYPED_BUILD(net(), "mse", memory_budget=np.int64(2**30), memory_sizes={"N": "2"}),

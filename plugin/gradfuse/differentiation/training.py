@@ -560,7 +560,7 @@ def _require_options(
     for part in parts:
         if optimizer is not None and not isinstance(part, OptimizerOptions):
             raise ArgumentError(
-                f"{_WHO}: optimizer is {_kind(part)}; expected an object of gradfuse.optimizers, such as AdamW(), or a "
+                f"{_WHO}: optimizer is {_kind(part)}; expected one of gradfuse.optimizers, such as AdamW(), or a "
                 "dictionary of some"
             )
     if max_grad_norm is not None and not (real(max_grad_norm) or 0) > 0:

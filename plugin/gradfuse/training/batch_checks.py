@@ -125,12 +125,19 @@ def ranges_of(checks: Iterable[Check]) -> dict[str, tuple[IndexRange, ...]]:
     return {name: tuple(ranges) for name, ranges in found.items()}
 
 
-def filled_dimensions(model: ir.Model) -> set[str | None]:
+def filled_dimensions(model: ir.Model, *, kernels: bool = False) -> set[str | None]:
     """Return the names of dimensions of inputs that may not be 0, as kernels of onnxruntime are not made for that.
 
     It never returns from some convolutions of nothing, products of several matrices end the process or give what was in
     memory, and a division by a size of 0 ends it, too. So only operators of which nothing like that is known may get
-    empty tensors. A dimension without a name is None.
+    empty tensors.
+
+    Args:
+        model: a model.
+        kernels: whether the library runs its fused operators, which take empty tensors.
+
+    Returns:
+        The names; None for a dimension without one.
     """
     dims = {size_of(dim) for value in model.graph.inputs for dim in value.shape or ()}
     labels = {dim for dim in dims if not isinstance(dim, int)}
@@ -139,7 +146,9 @@ def filled_dimensions(model: ir.Model) -> set[str | None]:
     for node in model.graph.all_nodes():
         body = bodies.get((node.domain, node.op_type))
         shapes = [facts.shapes.get(value) for value in (*node.inputs, *node.outputs) if value is not None]
-        if body is not None:
+        if kernels and node.domain == DOMAIN:
+            is_sturdy = True
+        elif body is not None:
             is_sturdy = all(inner.op_type in _STURDY and inner.domain in ("", DOMAIN) for inner in body)
         elif node.op_type in ("Div", "Mod"):
             is_sturdy = facts.dtypes.get(node.outputs[0]) not in (None, *_INTEGERS)
@@ -147,8 +156,9 @@ def filled_dimensions(model: ir.Model) -> set[str | None]:
         elif node.op_type in _OF_BATCHES and not node.domain:
             is_sturdy, shapes = False, [shape and shape[1:] for shape in shapes]
         else:
-            is_matrix = node.op_type == "MatMul" and all(shape and len(shape) == _MATRIX for shape in shapes)
-            is_sturdy = not node.domain and (node.op_type in _STURDY or is_matrix)
+            # All by one matrix are one product, or fail.
+            by_one = node.op_type == "MatMul" and len(shapes[1] or ()) == _MATRIX
+            is_sturdy = not node.domain and (node.op_type in _STURDY or by_one)
         if is_sturdy:
             continue
         sizes = {str(size) for shape in shapes for size in shape or ()}

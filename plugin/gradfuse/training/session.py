@@ -125,6 +125,7 @@ class TrainingSession:
         self._new_value = onnxruntime.OrtValue.ortvalue_from_shape_and_type
         self._providers = checked_providers(providers, _WHO)
         self._device = _device(self._providers[0])
+        self._has_kernels = session_options is None and library.find_library() is not None
         self._options = self._default_options() if session_options is None else session_options
         if not isinstance(step, TrainingStep | str | os.PathLike):
             raise ArgumentError(f"{_WHO}: step is {type(step).__name__}; expected a TrainingStep or a path")
@@ -267,6 +268,7 @@ class TrainingSession:
             first = feeds[names[0]]
             got = TensorType(first.dtype, first.shape)
             raise ArgumentError(f"{_WHO}.step: {names[0]!r} is {got}; expected at least one element")
+        self._require_filled(f"{_WHO}.step", feeds, self._inputs)
         self._has_run = False
         try:
             self._is_stepping = True
@@ -913,7 +915,6 @@ class TrainingSession:
         feeds |= self._batch_of(targets, self._step.target_names, "step", "targets", self._inputs)
         require_shapes(f"{_WHO}.step", feeds, self._inputs)
         require_in_range(f"{_WHO}.step", feeds, self._step.index_ranges)
-        self._require_filled(f"{_WHO}.step", feeds, self._inputs)
         return feeds
 
     def _require_filled(
@@ -939,7 +940,9 @@ class TrainingSession:
                 self._filled[evaluates] = dims
             else:
                 model = self._evaluation_model("evaluate") if evaluates else self.training_step.model
-                self._filled[evaluates] = batch_checks.filled_dimensions(ir.from_proto(model))
+                self._filled[evaluates] = batch_checks.filled_dimensions(
+                    ir.from_proto(model), kernels=self._has_kernels
+                )
         return self._filled[evaluates]
 
     def _is_empty(self, feeds: Arrays) -> bool:
