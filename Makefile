@@ -23,7 +23,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 help:
 	@echo "make demo    train a classifier on real data with fused gradients, in stock onnxruntime"
 	@echo "make samples run the other samples: speech, a GPT, experts, data parallel and more (six minutes)"
-	@echo "make test    run the test suite, ten minutes on two cores (PYTEST_ARGS=... for pytest)"
+	@echo "make test    run the test suite, ten to twelve minutes on two cores (PYTEST_ARGS=... for pytest)"
 	@echo "make test-long   run the samples, sweeps and whole exports that the suite leaves out (half an hour)"
 	@echo "make respelled   write 1,000 graphs of each operator otherwise (KINDS=GeluBackward for some), and print what fuse matches (an hour)"
 	@echo "make matched  list what fuse matches in the graphs of tests/corpus and tests/findings, and write it down"

@@ -150,7 +150,7 @@ def checks_of(
             sizes.tell(one.text)
             found += [] if one.check is None else [one.check]
     axes = _varied(model, shapes)
-    always_filled = batch_checks.filled_dimensions(model)
+    always_filled = batch_checks.filled_dimensions(model) if axes else ()
     empty = [label for label in axes if label not in always_filled and is_right(label, 0)]
     found += [explaining.filled(axes[label][:1]) for label in axes if label not in empty]
     for pair in itertools.combinations(empty, 2):
@@ -192,6 +192,9 @@ def _is_right(
 class _Sturdy(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators of PyTorch that may end the process where a tensor is empty."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         tensors = private.tensors_in((args, kwargs))
@@ -200,16 +203,12 @@ class _Sturdy(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _sturdy() -> private.TorchDispatchMode:
-    return _Sturdy()  # type: ignore[no-untyped-call]
-
-
 def _run(truth: Truth, sizes: OtherSizes) -> tuple[TorchStep, Arrays] | Exception:
     """Return a step of other sizes, and what PyTorch gives for it; or why it gives nothing."""
     failure: Exception | None = None
     for step in sizes.steps(truth.step):
         try:
-            with _sturdy() if 0 in sizes.sizes.values() else contextlib.nullcontext():
+            with _Sturdy() if 0 in sizes.sizes.values() else contextlib.nullcontext():
                 return step, truth.run(step, lambda tensor: tensor)
         except Exception as error:
             # A user's module may raise anything.

@@ -229,11 +229,14 @@ class Sizes:
 
         def note_decided(condition: Any, environment: Any) -> None:
             _, places, raising = self._decided.setdefault(id(environment), (environment, {}, {}))
-            frame = None if condition in places else _deciding()
-            where = current_line() if frame is not None and is_users(frame.f_code.co_filename) else None
-            if where is not None:
-                places[condition] = text_of(*where)
-            elif frame is not None and frame.f_back is not None and frame.f_code.co_name in _VERIFYING:
+            frame = _deciding()
+            if frame is None:
+                return
+            if is_users(frame.f_code.co_filename):
+                where = None if condition in places else current_line()
+                if where is not None:
+                    places[condition] = text_of(*where)
+            elif frame.f_code.co_name in _VERIFYING and frame.f_back is not None:
                 name = frame.f_back.f_code.co_name.replace("_norm", " normalisation")
                 raising[condition] = f"{name} of one value per channel, expected more"
 

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN
-from gradfuse.passes.propagation import Facts, size_of
+from gradfuse.passes.propagation import Facts, Sizes, size_of
 from gradfuse.training.nodes import GraphTensor, Nodes
 from gradfuse.training.step import LOSS, IndexRange
 
@@ -25,13 +25,14 @@ _VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity"}
 """Operators whose results have each element of their operand once."""
 _STURDY = frozenset(
     """
-    Abs Add And ArgMax ArgMin BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Ceil Clip Compress
-    Concat Constant ConstantOfShape Cos CumSum Div Elu Equal Erf Exp Expand Flatten Floor Gather
-    GatherElements GatherND Gelu Gemm Greater GreaterOrEqual HardSigmoid HardSwish Identity IsInf IsNaN
-    LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax Max Min Mul Neg NonZero Not OneHot Or Pad Pow
-    Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd
-    ReduceSum ReduceSumSquare Relu Reshape Round ScatterElements ScatterND Shape Sigmoid Sign Sin Size Slice
-    Softmax Softplus Split Sqrt Squeeze Sub Sum Tan Tanh Tile TopK Transpose Trilu Unsqueeze Where Xor
+    Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast
+    CastLike Ceil Celu Clip Compress Concat Constant ConstantOfShape Cos Cosh CumSum Div Elu Equal Erf Exp
+    Expand Flatten Floor Gather GatherElements GatherND Gelu Gemm Greater GreaterOrEqual HardSigmoid HardSwish
+    Identity IsInf IsNaN LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax Max Min Mul Neg NonZero
+    Not OneHot Or PRelu Pad Pow Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax
+    ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Round ScatterElements ScatterND
+    Selu Shape Sigmoid Sign Sin Sinh Size Slice Softmax Softplus Softsign Split Sqrt Squeeze Sub Sum Tan Tanh
+    ThresholdedRelu Tile TopK Transpose Trilu Unsqueeze Where Xor
     """.split()
 )
 """Operators of which onnxruntime gives what PyTorch gives of empty tensors, or an error."""
@@ -145,20 +146,24 @@ def filled_dimensions(model: ir.Model, *, kernels: bool = False) -> set[str | No
     facts, found = Facts(model), set[str | None]()
     for node in model.graph.all_nodes():
         body = bodies.get((node.domain, node.op_type))
-        shapes = [facts.shapes.get(value) for value in (*node.inputs, *node.outputs) if value is not None]
+        values = (value for value in (*node.inputs, *node.outputs) if value is not None)
+        shapes: list[Sizes | None] = [facts.shapes.get(value) for value in values]
         if kernels and node.domain == DOMAIN:
             is_sturdy = True
         elif body is not None:
             is_sturdy = all(inner.op_type in _STURDY and inner.domain in ("", DOMAIN) for inner in body)
         elif node.op_type in ("Div", "Mod"):
-            is_sturdy = facts.dtypes.get(node.outputs[0]) not in (None, *_INTEGERS)
+            dtype = facts.dtypes.get(node.outputs[0])
+            is_sturdy = dtype is not None and dtype.is_floating_point()
             shapes = shapes if is_sturdy else [None]
         elif node.op_type in _OF_BATCHES and not node.domain:
             is_sturdy, shapes = False, [shape and shape[1:] for shape in shapes]
+        elif node.op_type == "MatMul" and not node.domain and len(shapes[1] or ()) == _MATRIX:
+            # Several matrices by one, which onnxruntime may transpose as well, are sums over the rows of that one.
+            is_sturdy = len(shapes[0] or ()) == _MATRIX
+            shapes = [(shapes[1] or [])[:1]]
         else:
-            # All by one matrix are one product, or fail.
-            by_one = node.op_type == "MatMul" and len(shapes[1] or ()) == _MATRIX
-            is_sturdy = not node.domain and (node.op_type in _STURDY or by_one)
+            is_sturdy = not node.domain and node.op_type in _STURDY
         if is_sturdy:
             continue
         sizes = {str(size) for shape in shapes for size in shape or ()}

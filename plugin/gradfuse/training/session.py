@@ -6,6 +6,7 @@ files with onnxruntime and numpy alone.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import importlib.util
@@ -525,8 +526,9 @@ class TrainingSession:
         arrays = self._tensors_of(state_dict, "load_state_dict", strict)
         if self._device[0] == "cpu":
             # Views of `ort_values` would change while they are read.
-            own = [self.ort_values[name].numpy() for name in arrays]
-            arrays |= {n: np.array(a) for n, a in arrays.items() if any(np.may_share_memory(a, one) for one in own)}
+            values = self.ort_values
+            own = sorted(_extent(values[name].numpy()) for name in arrays)
+            arrays |= {name: np.array(array) for name, array in arrays.items() if _begins_within(array, own)}
         self._assign(arrays)
 
     @alone
@@ -1047,6 +1049,19 @@ def _types(model: PlainModel) -> tuple[dict[str, TensorType], dict[str, TensorTy
         for of in (model.inputs, model.outputs)
     )
     return inputs, outputs
+
+
+def _extent(array: npt.NDArray[Any]) -> tuple[int, int]:
+    """Return where the memory of an array without gaps begins and ends."""
+    begin = array.__array_interface__["data"][0]
+    return begin, begin + array.nbytes
+
+
+def _begins_within(array: npt.NDArray[Any], extents: Sequence[tuple[int, int]]) -> bool:
+    """Whether the first element of an array is within one of these, which are sorted and apart."""
+    begin = array.__array_interface__["data"][0]
+    place = bisect.bisect_right(extents, begin, key=lambda extent: extent[0]) - 1
+    return place >= 0 and begin < extents[place][1]
 
 
 def _data_files(step: TrainingStep) -> set[str]:
