@@ -50,7 +50,7 @@ _IN_PLACE = frozenset(
 """Operators whose result takes the memory of an input of its size that nothing reads any more."""
 OVERWRITING = frozenset(
     {
-        *("BatchNormBackward", "CrossEntropyLossGrad", "LayerNormBackward", "Pointwise"),
+        *("BatchNormBackward", "CrossEntropyLossGrad", "EmbeddingDenseBackwardAdd", "LayerNormBackward", "Pointwise"),
         "ScaledMaskedSoftmaxBackward",
     }
 )

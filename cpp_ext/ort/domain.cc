@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/embedding_dense_backward_add.h"
 #include "ort/custom_op.h"
 #include "ort/devices.h"
 #include "ort/optimization_barrier.h"
@@ -42,6 +43,7 @@ OrtCustomOpDomain* DomainFor(const OrtApi& api, uint32_t version) {
   Registration made{{}, {nullptr, api.ReleaseCustomOpDomain}};
   AppendAllCustomOps(api, version, made.ops);
   made.ops.push_back(MakeOptimizationBarrier(api, version));
+  AppendCustomOps<EmbeddingDenseBackwardAddArgs, CpuDevice>(api, version, made.ops);
   OrtCustomOpDomain* domain = nullptr;
   ThrowIfError(api, api.CreateCustomOpDomain(kDomain, &domain));
   made.domain.reset(domain);

@@ -410,8 +410,8 @@ class DataParallelSession(TrainingSession):
             options.intra_op_num_threads = max(1, len(os.sched_getaffinity(0)) // int(here))
         return options
 
-    def _training_session(self) -> tuple[Any, frozenset[str]]:
-        """Return a session of the gradients, and the names of inputs of which there is one tensor.
+    def _training_session(self) -> tuple[Any, frozenset[str], str | None]:
+        """Return a session of the gradients, the names of inputs of which there is one tensor, and None.
 
         What the gradients' half changes is averaged over ranks first, and written then.
         """
@@ -429,7 +429,7 @@ class DataParallelSession(TrainingSession):
         changed = {name: types[name] for name in step.buffers if step.own_name(name + UPDATED_SUFFIX) in outputs}
         in_place = frozenset(changed)
         if halves.update is not None:
-            self._update, updated = self._updating_session(serialized(halves.update))
+            self._update, updated, _ = self._updating_session(serialized(halves.update))
             in_place |= updated
         self._buckets = self._made({name: types[name] for name in halves.given}, halves.accumulate > 1)
         floats = {name: known for name, known in changed.items() if known.dtype.kind == "f"}
@@ -447,7 +447,7 @@ class DataParallelSession(TrainingSession):
         self._outputs_of_update = set() if update is None else {str(value.name) for value in update.graph.outputs}
         # onnxruntime has the models by now.
         del self._halves
-        return session, in_place
+        return session, in_place, None
 
     def _type_of_loss(self) -> TensorType:
         loss = self._step.own_name(LOSS)

@@ -12,12 +12,17 @@ import numpy.typing as npt
 import onnx.parser
 import onnxruntime
 import pytest
+import torch
 from command_runs import Run, runner
 from hypothesis import strategies as st
 
 import gradfuse
 from gradfuse import TrainingSession, TrainingStep, optimizers
+from gradfuse.checking.order import observed
 from gradfuse.models.arrays import Arrays
+from gradfuse.passes.recompute import peak_of
+from gradfuse.training import in_place
+from gradfuse.training import session as session_module
 
 STEPS = 3
 SIDE = 6
@@ -97,6 +102,13 @@ def run(step: TrainingStep, rows: int = 4) -> set[str]:
         np.testing.assert_array_equal(value.numpy(), expected[name], strict=True)
     changed = [output.name.removesuffix(".updated") for output in step.model.graph.output if output.name != "loss"]
     return {name for name in changed if at[0][name] == at[1][name]}
+
+
+@pytest.fixture(params=["late", "early"], autouse=True)
+def when(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates of small models run last; each is tried as those of large ones, too."""
+    if request.param == "early":
+        monkeypatch.setattr(in_place, "_LARGE", 0)
 
 
 @pytest.fixture
@@ -259,7 +271,9 @@ def any_forward(draw: st.DrawFn) -> str:
 
 
 @pytest.mark.long
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(
+    max_examples=200, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], deadline=None
+)
 @hypothesis.given(any_forward(), st.sampled_from([None, *AVERAGES]))
 def test_any_graph_gives_the_bits_of_two_sets(forward: str, average: Any) -> None:
     model = onnx.parser.parse_model(
@@ -276,3 +290,158 @@ def test_any_graph_gives_the_bits_of_two_sets(forward: str, average: Any) -> Non
         model, "mse", frozen=["one", "zero"], optimizer=optimizers.AdamW(lr=0.05), average=average
     )
     run(step, rows=SIDE)
+
+
+def deep(layers: int, side: int, **options: Any) -> TrainingStep:
+    """A step of layers of equal weights' sizes, which activations of a few rows are small beside."""
+    nodes = "  ".join(f"h{i} = MatMul(v{i}, w{i})  v{i + 1} = Tanh(h{i})" for i in range(layers))
+    weights = ", ".join(f"float[{side},{side}] w{i}" for i in range(layers))
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 17]> forward (float[4, {side}] x) => (float[4, {side}] y) '
+        f"<{weights}> {{ v0 = Identity(x) {nodes} y = Identity(v{layers}) }}"
+    )
+    numbers = np.random.default_rng(0)
+    for index in range(layers):
+        array = (numbers.standard_normal((side, side)) / side**0.5).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, f"w{index}"))
+    return gradfuse.build_training_step(model, "mse", **({"optimizer": optimizers.SGD(lr=0.05)} | options))
+
+
+@pytest.mark.parametrize("optimizer", [optimizers.SGD(lr=0.05), optimizers.AdamW(lr=0.05)])
+def test_few_gradients_are_in_memory_where_updates_run_early(
+    monkeypatch: pytest.MonkeyPatch, optimizer: optimizers.Optimizer
+) -> None:
+    layers, side = 8, 64
+    step = deep(layers, side, optimizer=optimizer)
+    x, y = np.random.default_rng(1).standard_normal((2, 4, side)).astype(np.float32)
+    feeds = step.initial_values | {step.input_names[0]: x, step.target_names[0]: y}
+    peaks = []
+    for large in (0, 2**60):
+        monkeypatch.setattr(in_place, "_LARGE", large)
+        peaks.append(peak_of(observed(in_place.with_ordered_updates(step.model).model, feeds, "test").model))
+    early, late = (peak / (4 * side * side) for peak in peaks)
+    assert late >= layers
+    # That of a layer, of the one before it, whose gradient reads the first's weight, and the activations.
+    assert early <= 3
+
+
+def test_all_gradients_are_there_before_a_norm_of_all_of_them_clips() -> None:
+    step = deep(4, SIDE, max_grad_norm=0.1)
+    assert run(step) == {f"w{index}" for index in range(4)}
+
+
+def tied(lookups: int, padding_idx: int | None = None) -> TrainingStep:
+    """A step of a classifier whose weight is also that of `lookups` embeddings."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(11, SIDE, padding_idx=padding_idx)
+            self.head = torch.nn.Linear(SIDE, 11, bias=False)
+            self.head.weight = self.embed.weight
+            self.between = torch.nn.Linear(SIDE, SIDE)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            found = [self.embed(ids.roll(shift, 1)) for shift in range(lookups)]
+            return self.head(torch.tanh(self.between(sum(found))))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    module = Tied()
+    ids = torch.randint(0, 11, (5, 7))
+    return gradfuse.export_training_step(
+        module,
+        lambda logits, labels: torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+        (ids, ids.roll(-1, 1)),
+        torch.optim.AdamW(module.parameters(), lr=0.05),
+    )
+
+
+@pytest.mark.parametrize(("lookups", "padding_idx"), [(1, None), (1, 3), (2, None)])
+def test_gradients_of_tied_embeddings_are_added_where_those_of_the_head_are(
+    lookups: int, padding_idx: int | None
+) -> None:
+    step = tied(lookups, padding_idx)
+    ordered = in_place.with_ordered_updates(step.model, step.own_names).model
+    operators = [node.op_type for node in ordered.graph]
+    assert operators.count("EmbeddingDenseBackwardAdd") == lookups
+    assert "EmbeddingDenseBackward" not in operators
+    session = TrainingSession(step)
+    options = onnxruntime.SessionOptions()
+    gradfuse.register(options)
+    plain = onnxruntime.InferenceSession(step.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names, values = [output.name for output in plain.get_outputs()], step.initial_values
+    numbers = np.random.default_rng(1)
+    for _ in range(STEPS):
+        ids, labels = numbers.integers(0, 11, (2, 5, 7))
+        loss = session.step(ids, labels)
+        batch = {step.input_names[0]: ids, step.target_names[0]: labels}
+        results = dict(zip(names, plain.run(names, values | batch), strict=True))
+        assert loss == results["loss"]
+        values = values | {name.removesuffix(".updated"): array for name, array in results.items() if name != "loss"}
+    for name, value in session.ort_values.items():
+        np.testing.assert_array_equal(value.numpy(), values[name], strict=True)
+
+
+class FailsAfterItsRun:
+    """A session of onnxruntime that runs out of memory at the end of a run."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def run_with_iobinding(self, binding: Any) -> None:
+        self._session.run_with_iobinding(binding)
+        raise onnxruntime.capi.onnxruntime_pybind11_state.RuntimeException("bad allocation")
+
+
+def test_a_step_that_fails_between_its_updates_is_not_gone_on_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    step = deep(3, SIDE)
+    x, y = np.random.default_rng(1).standard_normal((2, 4, SIDE)).astype(np.float32)
+    session = TrainingSession(step)
+    other = TrainingSession(step, share_with=session)
+    session.step(x, y)
+    before = session.state_dict()
+    session.save(tmp_path / "before.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "_session", FailsAfterItsRun(session._session))
+        with pytest.raises(gradfuse.ModelError, match="bad allocation"):
+            session.step(x, y)
+    for call in (
+        lambda: session.step(x, y),
+        lambda: other.step(x, y),
+        lambda: session.evaluate(x),
+        session.state_dict,
+        lambda: session.save(tmp_path / "after.safetensors"),
+        lambda: session.save_evaluation_model(tmp_path / "after.onnx"),
+    ):
+        with pytest.raises(gradfuse.GradfuseError, match="after it had updated some parameters; expected `load`"):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["before.safetensors"]
+    session.load(tmp_path / "before.safetensors")
+    for name, array in session.state_dict().items():
+        np.testing.assert_array_equal(array, before[name])
+    assert session.step_count == 1
+    session.step(x, y)
+    assert session.step_count == 2
+
+
+def test_a_batch_that_is_refused_within_the_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = tied(1)
+    session = TrainingSession(step)
+    before = session.state_dict()
+    ids = np.zeros((5, 7), np.int64)
+    monkeypatch.setattr(session_module, "require_in_range", lambda *_: None)
+    with pytest.raises(gradfuse.ModelError):
+        session.step(ids, ids + 11)
+    for name, array in session.state_dict().items():
+        np.testing.assert_array_equal(array, before[name])
+    session.step(ids, ids)
+
+
+def test_tied_embeddings_train_without_the_library_s_kernels() -> None:
+    step, options = tied(1), onnxruntime.SessionOptions()
+    ids = np.random.default_rng(1).integers(0, 11, (5, 7))
+    own, plain = TrainingSession(step), TrainingSession(step, session_options=options)
+    for _ in range(STEPS):
+        np.testing.assert_allclose(own.step(ids, ids), plain.step(ids, ids), rtol=1e-5)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import gradfuse
 from gradfuse import ArgumentError, TrainingSession, TrainingStep, export_training_step, optimizers
 from gradfuse.torch import Adam8bit, AdamW8bit
-from gradfuse.training.in_place import with_updates_last
+from gradfuse.training.in_place import with_ordered_updates
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "samples"))
 import tiny_gpt
@@ -68,7 +68,7 @@ def test_state_has_two_bytes_a_parameter_where_that_is_much() -> None:
     assert large < 2.1 * WIDTH * WIDTH
     operators = {node.op_type for node in step.model.graph.node}
     assert {"ApplyAdamW", "ApplyAdamW8bit"} <= operators
-    _, overwritten = with_updates_last(step.model)
+    overwritten = with_ordered_updates(step.model).in_place
     assert {f"weight.{name}" for name in (*CODES, *SCALES)} | {"weight"} <= overwritten
 
 

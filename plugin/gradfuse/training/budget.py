@@ -11,7 +11,7 @@ import onnx_ir as ir
 from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.models.tensors import to_mapped_proto, to_proto
 from gradfuse.passes.recompute import RecomputePass
-from gradfuse.training.in_place import with_updates_last
+from gradfuse.training.in_place import with_ordered_updates
 from gradfuse.training.step import LOSS, TrainingStep
 
 
@@ -36,7 +36,7 @@ def within_budget(
     """
 
     def as_run(model: ir.Model) -> ir.Model:
-        return with_updates_last(to_proto(model), step.own_names)[0]
+        return with_ordered_updates(to_proto(model), step.own_names).model
 
     feeds: Arrays = {**step.initial_values, **(batch or {})}
     recompute = RecomputePass(budget, sizes, step.own_name(LOSS), who, feeds=feeds, as_run=as_run)

@@ -155,6 +155,7 @@ class TrainingSession:
             self._keep_pairs(quantises and session_options is None)
             self._inputs, outputs = _types(model)
             in_place: frozenset[str] = frozenset()
+            begun: str | None = None
             self._session = self._plain_session(model)
             # onnxruntime has the message by now.
             self._plain = dataclasses.replace(model, message=b""), evaluation
@@ -163,7 +164,7 @@ class TrainingSession:
             quantises = any(node.op_type == "QuantizeLinear" for node in step.model.graph.node)
             self._keep_pairs(quantises and session_options is None)
             with collection_paused():
-                self._session, in_place = self._training_session()
+                self._session, in_place, begun = self._training_session()
             graph = step.model.graph
             self._inputs = {value.name: TensorType.of(value) for value in graph.input}
             outputs = {value.name: TensorType.of(value) for value in graph.output}
@@ -194,6 +195,13 @@ class TrainingSession:
             for name, output in gradients.items()
             if output in outputs
         }
+        self._begun: tuple[str, Any] | None = None
+        """The output that a run writes before it updates anything in place, and its tensor."""
+        if begun is not None:
+            self._begun = begun, self._allocate(begun, TensorType(np.dtype(np.float32), ()), ("cpu", 0))
+        self._not_begun = _no_result(np.dtype(np.float32))
+        self._is_torn = False
+        """Whether a step has failed between its updates."""
         self._last_binding: Any = None
         """What the last step ran with."""
         self._bindings = [self._binding(read, written, changed) for read, written in (self._values, self._values[::-1])]
@@ -205,26 +213,35 @@ class TrainingSession:
         self._no_loss = _no_result(outputs[loss].dtype)
         self._background = checkpoints.BackgroundWork(self)
         self._has_run = False
-        values = step.initial_values
-        self._assign({name: self._fitting(name, values[name], "training_step") for name in kept if name not in given})
-        if share_with is not None:
-            self._share(share_with, given)
         self._filled: dict[bool, Collection[str | None]] = {}
         self._beginning: Arrays = {}
         """What `load` resets and the file need not be read for: small arrays, and zeros."""
+        values = step.initial_values
         if self._files:
-            for name in kept.keys() - step.state_dict_names.values():
-                array = values[name]
-                if array.nbytes < _SMALL:
-                    self._beginning[name] = np.array(array)
-                elif not array.any():
-                    self._beginning[name] = np.zeros(array.shape, array.dtype)
-            # The session has these values by now, and onnxruntime the model.
+            # onnxruntime has the model by now, and the session what it takes of the values.
             model_of_none = step.model if self._plain is not None else onnx.ModelProto()
             empty: dict[str, Any] = {"parameters": {}, "frozen": {}, "optimizer_state": {}, "report": None}
             self._step = dataclasses.replace(step, model=model_of_none, **empty)
-        del step, values
+        named = set(step.state_dict_names.values())
+        del step
+        self._begin_with(values, [name for name in kept if name not in given], kept.keys() - named)
+        if share_with is not None:
+            self._share(share_with, given)
         give_back()
+
+    def _begin_with(self, values: Arrays, names: Collection[str], reset: Collection[str]) -> None:
+        """Set the values of some names, and note those that `load` resets; `values` is empty afterwards."""
+        for name in list(values):
+            # One after the other: a large one that nothing else holds is given back at once.
+            array = values.pop(name)
+            if name in names:
+                self._assign({name: self._fitting(name, array, "training_step")})
+            if not self._files or name not in reset:
+                continue
+            if array.nbytes < _SMALL:
+                self._beginning[name] = np.array(array)
+            elif not array.any():
+                self._beginning[name] = np.zeros(array.shape, array.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not isinstance(getattr(type(self), name, None), property):
@@ -254,14 +271,17 @@ class TrainingSession:
             ArgumentError: a tensor is missing, or has another type or shape; a label or index is out of range, as far
                 as PyTorch refuses it; or all inputs are empty, or an axis for which kernels of onnxruntime are not made
                 for that.
-            ModelError: onnxruntime fails to run the step; then nothing changes, except that `gradients` are lost. Or an
-                earlier `save(wait=False)` has failed.
-            GradfuseError: a signal's handler calls it while its thread is in a step.
+            ModelError: onnxruntime fails to run the step; then nothing changes, except that `gradients` are lost. In
+                steps of more than 16 MiB of parameters and state, memory may also run out between updates: then only
+                `load` makes the session usable again. Or an earlier `save(wait=False)` has failed.
+            GradfuseError: a signal's handler calls it while its thread is in a step; or an earlier step has failed
+                between its updates.
 
         If a signal's handler raises an exception meanwhile, as on Ctrl-C or a time limit, the step is either done or
         not begun, also for calls that the handler makes; `step_count` tells which.
         """
         self._require_no_step()
+        self._require_whole("step")
         feeds = self._batch(inputs, targets)
         names = self._step.input_names
         if names and self._is_empty(feeds):
@@ -305,6 +325,7 @@ class TrainingSession:
             ModelError: onnxruntime cannot load or run it; or an earlier `save(wait=False)` has failed.
         """
         self._background.raise_error()
+        self._require_whole("evaluate")
         known, results_of = self._evaluation_types()
         feeds = self._batch_of(inputs, self._step.input_names, "evaluate", "inputs", known)
         require_shapes(f"{_WHO}.evaluate", feeds, known)
@@ -502,6 +523,7 @@ class TrainingSession:
         Raises:
             GradfuseError: the step was exported without averages.
         """
+        self._require_whole("state_dict")
         step, averages = self._step, self._averages("state_dict") if averaged else {}
 
         def copied(source: str) -> npt.NDArray[Any]:
@@ -569,6 +591,7 @@ class TrainingSession:
         text = checkpoints.text_of(self.step_count if optimizer else None, {} if extra is None else extra, where)
         tensor_files.safetensors_numpy(where)
         files.require_free(path, self._identities)
+        self._require_whole("save")
         self._background.wait()
         if wait:
             checkpoints.write(path, self._tensors(optimizer), text, self._identities, where)
@@ -596,6 +619,7 @@ class TrainingSession:
             ModelError: the file cannot be written, or is the one of the step.
         """
         require_path(path, f"{_WHO}.save_evaluation_model")
+        self._require_whole("save_evaluation_model")
         if self._plain is not None:
             self._save_plain_evaluation_model(path, self._plain[1])
             return
@@ -655,6 +679,7 @@ class TrainingSession:
             begin = self._beginning if set(own) <= self._beginning.keys() else self.training_step.initial_values
             loaded |= {name: self._fitting(name, begin[name], "training_step") for name in own}
         self._assign(loaded, step_count - self._runs)
+        self._is_torn = False
         return extra
 
     def _read_checkpoint(self, path: str | os.PathLike[str], where: str) -> tuple[Arrays, int, dict[str, Any]]:
@@ -765,24 +790,25 @@ class TrainingSession:
             library.register(options)
         return options
 
-    def _training_session(self) -> tuple[Any, frozenset[str]]:
-        """Return a session of the step, and the names of inputs that it writes in place."""
+    def _training_session(self) -> tuple[Any, frozenset[str], str | None]:
+        """Return `_updating_session` of the step."""
         return self._updating_session(self._step.model)
 
-    def _updating_session(self, proto: onnx.ModelProto) -> tuple[Any, frozenset[str]]:
-        """Return a session of a model with updates, and the names of inputs that it writes in place."""
-        from gradfuse.training.in_place import BARRIER, with_updates_last
+    def _updating_session(self, proto: onnx.ModelProto) -> tuple[Any, frozenset[str], str | None]:
+        """Return a session of a model with updates, the names of inputs that it writes in place, and `Ordered.begun`."""
+        from gradfuse.training.in_place import BARRIER, with_ordered_updates
+        from gradfuse.training.tied_gradients import ADD
 
         if self._providers == ["CPUExecutionProvider"]:
-            model, in_place = with_updates_last(proto, self._step.own_names)
+            ordered = with_ordered_updates(proto, self._step.own_names)
             try:
-                if in_place:
-                    return self._inference_session(model), in_place
+                if ordered.in_place:
+                    return self._inference_session(ordered.model), ordered.in_place, ordered.begun
             except ModelError as error:
                 # Options without gradfuse's library: its function bodies run.
-                if BARRIER not in str(error):
+                if not any(operator in str(error) for operator in (BARRIER, ADD)):
                     raise
-        return self._inference_session(ir.from_proto(proto)), frozenset()
+        return self._inference_session(ir.from_proto(proto)), frozenset(), None
 
     def _inference_session(self, model: ir.Model) -> Any:
         from gradfuse.checking.execution import inference_session
@@ -805,6 +831,8 @@ class TrainingSession:
         for name, value in self._gradients.items():
             binding.bind_ortvalue_output(self._step.own_name(name + GRADIENT_SUFFIX), value)
         binding.bind_ortvalue_output(self._step.own_name(LOSS), self._loss)
+        if self._begun is not None:
+            binding.bind_ortvalue_output(*self._begun)
         return binding
 
     def _allocate(self, name: str, tensor: TensorType, device: tuple[str, int]) -> Any:
@@ -872,6 +900,8 @@ class TrainingSession:
         # Each assignment is one instruction of the interpreter, so that no handler runs in the middle of it.
         self._progress = runs, False
         self._loss.update_inplace(self._no_loss)
+        if self._begun is not None:
+            self._begun[1].update_inplace(self._not_begun)
         self._progress = runs, True
         try:
             binding = self._last_binding = self._bindings[runs % 2]
@@ -884,6 +914,7 @@ class TrainingSession:
             if not is_of_onnxruntime(error):
                 raise
             self._progress = runs, False
+            self._is_torn = self._begun is not None and self._begun[1].numpy().tobytes() != self._not_begun.tobytes()
             raise _not_run("step", error) from error
         self._progress = runs + 1, False
 
@@ -908,6 +939,15 @@ class TrainingSession:
         if self._is_stepping if self._shared is None else self._shared.is_stepping:
             raise GradfuseError(
                 f"{_WHO}.step: is called within a step, by a signal's handler; expected a call after it"
+            )
+
+    def _require_whole(self, method: str) -> None:
+        """Refuse parameters of which a step that failed has updated only some."""
+        sharing = [self] if self._shared is None else self._shared.members
+        if any(one._is_torn for one in sharing):
+            raise GradfuseError(
+                f"{_WHO}.{method}: a step has failed after it had updated some parameters; "
+                "expected `load` of a checkpoint first, or a new session"
             )
 
     def _batch(self, inputs: Any, targets: Any) -> Arrays:
