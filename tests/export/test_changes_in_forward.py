@@ -336,3 +336,36 @@ def test_an_export_in_inference_mode_and_a_norm_without_bound_are_as_without() -
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         assert session.step(x, y) == pytest.approx(loss.item(), rel=1e-5)
+
+
+class Table(nn.Module):
+    """A layer with a table that it makes when it is first needed, as of relative positions in timm's ConViT."""
+
+    table: Tensor
+
+    def __init__(self, is_buffer: bool, grows: bool = False) -> None:
+        super().__init__()
+        self.linear, self.norm, self.grows = nn.Linear(5, 4), nn.BatchNorm1d(4), grows
+        if is_buffer:
+            self.register_buffer("table", torch.zeros(1, 1))
+        else:
+            self.table = torch.zeros(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grows:
+            self.table = torch.cat([self.table, self.table + 1])
+        elif self.table.shape[1] != x.shape[1]:
+            self.table = torch.arange(x.shape[1], dtype=torch.float32)[None]
+        return self.norm(self.linear(x + self.table.sum(0)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_table_that_the_first_step_makes_is_there_from_the_beginning(is_buffer: bool) -> None:
+    session = _trains_as_pytorch(Table(is_buffer))
+    assert ("table" in session.state_dict()) == is_buffer
+
+
+def test_a_buffer_whose_size_goes_on_changing_is_refused_by_its_name() -> None:
+    module = Table(is_buffer=True, grows=True)
+    with pytest.raises(ExportError, match=r"turns buffer 'table' of shape \(1, 1\) into one of \(2, 1\)"):
+        export_training_step(module, F.mse_loss, _batch(), torch.optim.SGD(module.parameters(), lr=0.1))

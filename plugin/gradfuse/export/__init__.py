@@ -287,6 +287,9 @@ def _exported(
             except FrozenChangedError as error:
                 step = step.with_changing(error.names)
                 native = steadiness.first_run(step, python, frozen_inputs=frozen_inputs)
+            settled = steadiness.settled(step, native)
+            if settled is not step:
+                step, native = settled, steadiness.first_run(settled, python, frozen_inputs=frozen_inputs)
         if frozen_inputs:
             step = step.with_frozen_inputs(native.changed)
         if native.dropouts:

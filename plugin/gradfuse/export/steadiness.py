@@ -193,6 +193,29 @@ def _seeds_itself(step: TorchStep) -> bool:
         return host_draws.states() == ended
 
 
+def settled(step: TorchStep, first: Outcome) -> TorchStep:
+    """Return the step with buffers as a run has left them that take another shape in it, as tables made when needed.
+
+    Args:
+        step: the step.
+        first: what a run of it gave.
+
+    Raises:
+        ExportError: the results are others then.
+    """
+    made = {name: first.buffers[name] for name in first.changed if first.buffers[name].shape != step.state[name].shape}
+    if not made:
+        return step
+    later = dataclasses.replace(step, state=step.state | made)
+    if _differ(step, _outputs(first), _outputs(_run(later))):
+        name, tensor = next(iter(made.items()))
+        raise refusal(
+            f"the step turns buffer {name!r} of shape {tuple(step.state[name].shape)} into one of {tuple(tensor.shape)} "
+            "and computes something else then; expected a buffer that keeps its shape"
+        )
+    return later
+
+
 def require_same(run: Callable[[], dict[str, Any]], step: TorchStep, state: PythonState) -> None:
     """Require that what the module of a step gives in evaluation mode is the same in each call.
 
