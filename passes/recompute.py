@@ -634,7 +634,8 @@ class _Order:
             if producer is not None:
                 self._sinks.pop(producer, None)
         self._seen.add(node)
-        if any(map(_may_be_read, node.outputs)):
+        # What nothing reads, as an update, runs when a session says.
+        if any(map(_may_be_read, node.outputs)) and any(value.uses() for value in node.outputs):
             self._latest, self._empty, self._views = node, None, {}
             self._sinks[node] = None
         return [*made, node]
