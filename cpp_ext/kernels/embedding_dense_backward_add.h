@@ -6,16 +6,17 @@
 
 namespace gradfuse {
 
-// base + EmbeddingDenseBackward: the gradient of a weight that is used elsewhere as well, such as one tied to the output
-// layer's, without a tensor for the embedding's share. No file has it: TrainingSession puts it into what it runs.
+// base + EmbeddingDenseBackward: the gradient of a weight that is used elsewhere as well, such as one tied to the
+// output layer's, without a tensor for the embedding's share. No file has it: TrainingSession puts it into what it
+// runs.
 struct EmbeddingDenseBackwardAddArgs {
   static constexpr char kName[] = "EmbeddingDenseBackwardAdd";
   static constexpr TypeSet kTypes{DType::kFloat32};
   static constexpr int kOverwrittenInput = 0;  // base
 
-  Tensor base;                          // (num_weights, C)
+  Tensor base;                           // (num_weights, C)
   EmbeddingDenseBackwardArgs embedding;  // without scale_grad_by_freq
-  MutableTensor sum;                    // (num_weights, C)
+  MutableTensor sum;                     // (num_weights, C)
 
   template <class Self, class Visitor>
   static void Visit(Self& self, Visitor& visitor) {

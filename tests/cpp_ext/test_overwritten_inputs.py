@@ -17,8 +17,8 @@ from gradfuse.custom_ops import DOMAIN, OPS
 from gradfuse.passes.recompute import OVERWRITING
 
 OVERWRITTEN = {op: 1 if op == "CrossEntropyLossGrad" else 0 for op in sorted(OVERWRITING & OPS.keys())}
-"""Operator -> index of the input; the first output has its shape. tests/training/test_in_place.py has the one that no file
-has."""
+"""Operator -> index of the input; the first output has its shape. tests/training/test_in_place.py has the one that
+no file has."""
 
 
 def outputs_of(op: str, sample: Sample, *, kept: bool) -> list[Tensor]:

@@ -309,7 +309,7 @@ def deep(layers: int, side: int, **options: Any) -> TrainingStep:
 
 @pytest.mark.parametrize("optimizer", [optimizers.SGD(lr=0.05), optimizers.AdamW(lr=0.05)])
 def test_few_gradients_are_in_memory_where_updates_run_early(
-    monkeypatch: pytest.MonkeyPatch, optimizer: optimizers.Optimizer
+    monkeypatch: pytest.MonkeyPatch, optimizer: optimizers.SGD | optimizers.AdamW
 ) -> None:
     layers, side = 8, 64
     step = deep(layers, side, optimizer=optimizer)

@@ -1,7 +1,6 @@
 #include "kernels/embedding_dense_backward_add.h"
 
 #include <algorithm>
-#include <array>
 #include <utility>
 #include <vector>
 
@@ -28,16 +27,16 @@ std::vector<LookUp> Sorted(const Index* indices, const EmbeddingDenseBackwardArg
 
 // The same roundings as those of EmbeddingDenseBackward and an addition.
 void AddRows(const float* grad, int64_t columns, const LookUp* first, const LookUp* last, float* out) {
-  std::array<float, kColumns> sum;
+  float sum[kColumns];
   for (int64_t begin = 0; begin < columns; begin += kColumns) {
     const int64_t count = std::min(kColumns, columns - begin);
     const float* row = grad + first->second * columns + begin;
-    std::copy(row, row + count, sum.begin());
+    std::copy_n(row, count, sum);
     for (const LookUp* one = first + 1; one != last; ++one) {
       row = grad + one->second * columns + begin;
-      for (int64_t c = 0; c < count; ++c) sum[static_cast<size_t>(c)] += row[c];
+      for (int64_t c = 0; c < count; ++c) sum[c] += row[c];
     }
-    for (int64_t c = 0; c < count; ++c) out[begin + c] += sum[static_cast<size_t>(c)];
+    for (int64_t c = 0; c < count; ++c) out[begin + c] += sum[c];
   }
 }
 

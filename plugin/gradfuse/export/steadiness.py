@@ -209,9 +209,10 @@ def settled(step: TorchStep, first: Outcome) -> TorchStep:
     later = dataclasses.replace(step, state=step.state | made)
     if _differ(step, _outputs(first), _outputs(_run(later))):
         name, tensor = next(iter(made.items()))
+        before, after = tuple(step.state[name].shape), tuple(tensor.shape)
         raise refusal(
-            f"the step turns buffer {name!r} of shape {tuple(step.state[name].shape)} into one of {tuple(tensor.shape)} "
-            "and computes something else then; expected a buffer that keeps its shape"
+            f"the step turns buffer {name!r} of shape {before} into one of {after} and computes something else then; "
+            "expected a buffer that keeps its shape"
         )
     return later
 

@@ -795,7 +795,7 @@ class TrainingSession:
         return self._updating_session(self._step.model)
 
     def _updating_session(self, proto: onnx.ModelProto) -> tuple[Any, frozenset[str], str | None]:
-        """Return a session of a model with updates, the names of inputs that it writes in place, and `Ordered.begun`."""
+        """Return a session of a model with updates, and `in_place` and `begun` of its `Ordered` model."""
         from gradfuse.training.in_place import BARRIER, with_ordered_updates
         from gradfuse.training.tied_gradients import ADD
 
