@@ -100,7 +100,8 @@ def with_ordered_updates(proto: onnx.ModelProto, own_names: Mapping[str, str] | 
         return Ordered(model, frozenset())
     tied_gradients.add_in_place(model)
     behind = [*(update.node for update in updates), *later]
-    others = [value for value in graph.outputs if value.producer() not in set(behind)]
+    own = set(behind)
+    others = [value for value in graph.outputs if value.producer() not in own]
     needed = [value for value in (*_read_besides(updates, later), *others) if value.producer() is not None]
     needed = list(dict.fromkeys(needed))
     loss = next((value for value in graph.outputs if value.name == named.get(LOSS, LOSS)), None)
@@ -155,7 +156,8 @@ def _stages(
         loss: one of them.
         early: False: all updates wait for all values.
     """
-    nodes = [node for node in graph if node not in set(behind)]
+    updating = set(behind)
+    nodes = [node for node in graph if node not in updating]
     ranks = _ranks(nodes, needed)
     ordered = sorted(needed, key=lambda value: (value is not loss, *ranks[value]))
     if not early:
