@@ -83,8 +83,10 @@ def _sources(variant: str) -> list[Path]:
     if variant == "simt-ort":
         adapter = [path for path in adapter if path.name not in REPLACED]
         machine = [tests / "simt" / name for name in ("simt.cc", "devices.cc", "virtual_gpu.cc")]
-        settings = [CPP_EXT / "kernels/cpu" / name for name in ("targets.cc", "streaming.cc")]
-        return [*kernels, *machine, *settings, *adapter]
+        # Settings, and what only onnxruntime's CPU provider runs.
+        names = ("targets.cc", "streaming.cc", "embedding_dense_backward_add.cc")
+        on_host = [CPP_EXT / "kernels/cpu" / name for name in names]
+        return [*kernels, *machine, *on_host, *adapter]
     kernels += [tests / "simt/simt.cc", *device_api, tests / "device/simt_memory.cc"]
     if variant == "simt":
         return kernels
