@@ -367,5 +367,46 @@ def test_a_table_that_the_first_step_makes_is_there_from_the_beginning(is_buffer
 
 def test_a_buffer_whose_size_goes_on_changing_is_refused_by_its_name() -> None:
     module = Table(is_buffer=True, grows=True)
-    with pytest.raises(ExportError, match=r"turns buffer 'table' of shape \(1, 1\) into one of \(2, 1\)"):
+    with pytest.raises(ExportError, match=r"'table' of shape \(1, 1\) into one of \(2, 1\) .* keeps its shape$"):
         export_training_step(module, F.mse_loss, _batch(), torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+class Scaled(nn.Module):
+    """A layer with a scale that it takes from the first numbers that it sees: a batch, indices or parameters."""
+
+    scale: Tensor
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.linear, self.of = nn.Linear(5, 4), of
+        self.embed = nn.Embedding(7, 5)
+        self.register_buffer("scale", torch.zeros(0))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        if not self.scale.numel():
+            seen = {"batch": x, "parameters": self.linear.weight, "indices": ids.float()}[self.of].detach()
+            self.scale = seen.mean(0) + 2
+        return self.linear(x / self.scale.mean() + self.embed(ids))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("of", ["batch", "indices", "parameters"])
+def test_a_buffer_that_the_first_step_makes_of_its_numbers_is_refused_and_the_advice_works(of: str) -> None:
+    module = Scaled(of)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    (x, y), ids = _batch(), torch.tensor([3, 1, 4, 1, 5, 2])
+    with pytest.raises(ExportError, match="'scale' .* from the batch or from parameters; .* after a run of the module"):
+        export_training_step(module, F.mse_loss, ((x, ids), y), optimizer)
+    module(x * 3, ids)
+    session = gradfuse.TrainingSession(export_training_step(module, F.mse_loss, ((x, ids), y), optimizer))
+    loss = F.mse_loss(module(x, ids), y)
+    assert session.step((x, ids), y) == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_buffer_that_the_first_step_makes_is_refused_where_no_other_indices_can_be_tried() -> None:
+    """Of a batch of zeros nothing tells what they are used for."""
+    module = Scaled("indices")
+    module.embed = nn.Embedding(1, 5)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    (x, y), ids = _batch(), torch.zeros(6, dtype=torch.int64)
+    with pytest.raises(ExportError, match="may compute it from 'ids', of which no other values could be tried"):
+        export_training_step(module, F.mse_loss, ((x, ids), y), optimizer)

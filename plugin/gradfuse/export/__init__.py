@@ -287,7 +287,7 @@ def _exported(
             except FrozenChangedError as error:
                 step = step.with_changing(error.names)
                 native = steadiness.first_run(step, python, frozen_inputs=frozen_inputs)
-            settled = steadiness.settled(step, native)
+            settled = steadiness.settled(step, native, python)
             if settled is not step:
                 step, native = settled, steadiness.first_run(settled, python, frozen_inputs=frozen_inputs)
         if frozen_inputs:

@@ -193,28 +193,55 @@ def _seeds_itself(step: TorchStep) -> bool:
         return host_draws.states() == ended
 
 
-def settled(step: TorchStep, first: Outcome) -> TorchStep:
+def settled(step: TorchStep, first: Outcome, state: PythonState) -> TorchStep:
     """Return the step with buffers as a run has left them that take another shape in it, as tables made when needed.
 
     Args:
         step: the step.
         first: what a run of it gave.
+        state: Python's state; it is as before at the end.
 
     Raises:
-        ExportError: the results are others then.
+        ExportError: the results are others then, or such a buffer may follow from the batch or from parameters, which
+            are others when training begins.
     """
     made = {name: first.buffers[name] for name in first.changed if first.buffers[name].shape != step.state[name].shape}
     if not made:
         return step
     later = dataclasses.replace(step, state=step.state | made)
-    if _differ(step, _outputs(first), _outputs(_run(later))):
-        name, tensor = next(iter(made.items()))
-        before, after = tuple(step.state[name].shape), tuple(tensor.shape)
-        raise refusal(
-            f"the step turns buffer {name!r} of shape {before} into one of {after} and computes something else then; "
-            "expected a buffer that keeps its shape"
-        )
+    state.restore()
+    second = _run(later)
+    if _differ(step, _outputs(first), _outputs(second)):
+        goes_on = any(second.buffers[name].shape != tensor.shape for name, tensor in made.items())
+        raise _of_made(step, made, "computes something else then", goes_on=goes_on)
+    varied: set[str] = set()
+    for other in (_with_others(step), _with_distant(step)):
+        state.restore()
+        try:
+            again = _run(other).buffers
+        except Exception:
+            # Tensors that the module refuses.
+            continue
+        if not all(torch.equal(again[name], tensor) for name, tensor in made.items()):
+            raise _of_made(step, made, "computes it from the batch or from parameters")
+        values, others = (one.state | one.batch for one in (step, other))
+        varied |= {name for name in values if not torch.equal(values[name], others[name])}
+    state.restore()
+    fixed = next((name for name in (*step.trainable, *step.batch) if name not in varied), None)
+    if fixed is not None:
+        raise _of_made(step, made, f"may compute it from {fixed!r}, of which no other values could be tried")
     return later
+
+
+def _of_made(step: TorchStep, made: Mapping[str, Tensor], why: str, *, goes_on: bool = False) -> ExportError:
+    """Return the refusal of buffers that take another shape, and perhaps go on doing so."""
+    name, tensor = next(iter(made.items()))
+    before, after = tuple(step.state[name].shape), tuple(tensor.shape)
+    how = "" if goes_on else ", as after a run of the module before the export"
+    return refusal(
+        f"the step turns buffer {name!r} of shape {before} into one of {after} and {why}; expected a buffer that keeps "
+        f"its shape{how}"
+    )
 
 
 def require_same(run: Callable[[], dict[str, Any]], step: TorchStep, state: PythonState) -> None:
@@ -388,6 +415,21 @@ def _with_others(step: TorchStep) -> TorchStep:
         inputs=tuple(turned(one) * _SMALLER if one.is_floating_point() else turned(one) for one in step.inputs),
         targets=tuple(map(turned, step.targets)),
     )
+
+
+def _with_distant(step: TorchStep) -> TorchStep:
+    """Return a step with larger parameters and batch, and indices of 0, or of 1 where all are 0."""
+    state = {name: (step.state[name].detach() + 1).requires_grad_() for name in step.trainable}
+
+    def distant(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.detach() + 1
+        if tensor.dtype == torch.bool:
+            return ~tensor
+        return torch.zeros_like(tensor) if tensor.any() else torch.ones_like(tensor)
+
+    inputs, targets = (tuple(map(distant, part)) for part in (step.inputs, step.targets))
+    return dataclasses.replace(step, state=step.state | state, inputs=inputs, targets=targets)
 
 
 def _is_whole(*numbers: Any) -> bool:
