@@ -302,6 +302,11 @@ class Operator:
     alignment: Alignment | None = None
 
     @property
+    def updates(self) -> bool:
+        """Whether results may be written over inputs that they are new values of, as by optimizers."""
+        return any(output.in_place for output in self.outputs)
+
+    @property
     def types(self) -> tuple[str, ...]:
         """The ONNX type strings that T may stand for."""
         return self.constraints["T"]

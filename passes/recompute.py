@@ -634,8 +634,8 @@ class _Order:
             if producer is not None:
                 self._sinks.pop(producer, None)
         self._seen.add(node)
-        # What nothing reads, as an update, runs when a session says.
-        if any(map(_may_be_read, node.outputs)) and any(value.uses() for value in node.outputs):
+        # Updates run when a session says.
+        if any(map(_may_be_read, node.outputs)) and not _updates(node):
             self._latest, self._empty, self._views = node, None, {}
             self._sinks[node] = None
         return [*made, node]
@@ -742,6 +742,11 @@ def _prefixes() -> Iterator[str]:
 
 def _gives_output(node: ir.Node) -> bool:
     return any(value.is_graph_output() for value in node.outputs)
+
+
+def _updates(node: ir.Node) -> bool:
+    operator = custom_ops.OPS.get(node.op_type) if node.domain == custom_ops.DOMAIN else None
+    return operator is not None and operator.updates
 
 
 def _is_number(value: ir.Value) -> bool:

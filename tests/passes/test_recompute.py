@@ -88,6 +88,15 @@ def test_bits_memory_and_random_numbers(tmp_path: Path) -> None:
     assert abs(really - report.after) <= 0.1 * really
 
 
+def test_a_step_that_updates_nothing_takes_half() -> None:
+    """Its gradients are outputs, which nothing reads: they are computed where their layers are, and not at the end."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Layer() for _ in range(6)))
+    batch = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+    step = gradfuse.export_training_step(module, nn.MSELoss(), batch, memory_budget=0.5, verify="quick")
+    assert step.recomputation is not None and step.recomputation.after <= 0.5 * step.recomputation.before
+
+
 def test_what_is_refused() -> None:
     for wrong in (0, -1, True, 0.0, 1.5, float("nan"), "512 MuB", "", "0", None):
         with pytest.raises(ArgumentError, match="expected bytes"):

@@ -445,3 +445,31 @@ def test_tied_embeddings_train_without_the_library_s_kernels() -> None:
     own, plain = TrainingSession(step), TrainingSession(step, session_options=options)
     for _ in range(STEPS):
         np.testing.assert_allclose(own.step(ids, ids), plain.step(ids, ids), rtol=1e-5)
+
+
+def test_updates_wait_for_all_of_a_function_that_reads_what_they_overwrite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """onnxruntime may put the nodes of a function into the graph, where one reads `a` long after the first is done."""
+    monkeypatch.setattr(in_place, "_LARGE", 0)
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["" : 17, "aclnn" : 1, "own" : 1]>
+        step (float[{SIDE}, {SIDE}] x, float[{SIDE}, {SIDE}] a, float[{SIDE}, {SIDE}] b, float learning_rate)
+            => (float loss, float[{SIDE}, {SIDE}] a_updated, float[{SIDE}, {SIDE}] b_updated) {{
+            early, late = own.Both(x, a)
+            loss = ReduceSum<keepdims = 0>(early)
+            a_grad = MatMul(early, x)
+            turned = Tanh(late)
+            b_grad = MatMul(turned, x)
+            a_updated = aclnn.ApplySgd(a, a_grad, learning_rate)
+            b_updated = aclnn.ApplySgd(b, b_grad, learning_rate)
+        }}
+        <domain: "own", opset_import: ["" : 17]> Both (x, a) => (early, late)
+        {{ early = Exp(x)  late = MatMul(x, a) }}"""
+    )
+    graph = in_place.with_ordered_updates(model, {"a.updated": "a_updated", "b.updated": "b_updated"}).model.graph
+    update = next(node for node in graph if "a_updated" in [value.name for value in node.outputs])
+    behind, rest = set(), [update]
+    while rest:
+        read = [value for value in rest.pop().inputs if value is not None]
+        behind |= {value.name for value in read}
+        rest += [node for value in read if (node := value.producer()) is not None]
+    assert "b_grad" in behind

@@ -1,10 +1,9 @@
 #include "kernels/embedding_dense_backward_add.h"
 
 #include <algorithm>
-#include <utility>
-#include <vector>
 
 #include "kernels/checks.h"
+#include "kernels/cpu/rows_by_index.h"
 
 namespace gradfuse {
 
@@ -22,34 +21,19 @@ namespace {
 
 constexpr int64_t kColumns = 512;
 constexpr int64_t kCopied = 65536;
-
-// A row of the weight and one of the gradient that is added to it.
-using LookUp = std::pair<int64_t, int64_t>;
-
-// By row of the weight, and for each in the order of the gradient.
-template <class Index>
-std::vector<LookUp> Sorted(const Index* indices, const EmbeddingDenseBackwardArgs& args) {
-  std::vector<LookUp> found;
-  found.reserve(static_cast<size_t>(args.indices.NumElements()));
-  for (int64_t row = 0; row < args.indices.NumElements(); ++row) {
-    if (indices[row] != args.padding_idx) found.emplace_back(indices[row], row);
-  }
-  std::sort(found.begin(), found.end());
-  return found;
-}
+constexpr int64_t kRows = 64;
 
 // The same roundings as those of EmbeddingDenseBackward and an addition.
-void AddRows(const float* grad, int64_t columns, const LookUp* first, const LookUp* last, float* out) {
+void AddRows(const float* grad, int64_t columns, const int64_t* rows, int64_t count, float* out) {
   float sum[kColumns];
   for (int64_t begin = 0; begin < columns; begin += kColumns) {
-    const int64_t count = std::min(kColumns, columns - begin);
-    const float* row = grad + first->second * columns + begin;
-    std::copy_n(row, count, sum);
-    for (const LookUp* one = first + 1; one != last; ++one) {
-      row = grad + one->second * columns + begin;
-      for (int64_t c = 0; c < count; ++c) sum[c] += row[c];
+    const int64_t width = std::min(kColumns, columns - begin);
+    std::copy_n(grad + rows[0] * columns + begin, width, sum);
+    for (int64_t i = 1; i < count; ++i) {
+      const float* row = grad + rows[i] * columns + begin;
+      for (int64_t c = 0; c < width; ++c) sum[c] += row[c];
     }
-    for (int64_t c = 0; c < count; ++c) out[begin + c] += sum[c];
+    for (int64_t c = 0; c < width; ++c) out[begin + c] += sum[c];
   }
 }
 
@@ -58,6 +42,7 @@ void AddRows(const float* grad, int64_t columns, const LookUp* first, const Look
 void Run(const EmbeddingDenseBackwardAddArgs& args, const ParallelFor& parallel) {
   const int64_t columns = args.sum.shape[1];
   const int64_t elements = args.sum.NumElements();
+  if (elements == 0) return;
   const auto* base = args.base.Data<float>();
   auto* out = args.sum.MutableData<float>();
   if (base != out) {
@@ -67,19 +52,14 @@ void Run(const EmbeddingDenseBackwardAddArgs& args, const ParallelFor& parallel)
     });
   }
   const EmbeddingDenseBackwardArgs& embedding = args.embedding;
-  const std::vector<LookUp> sorted = embedding.indices.dtype == DType::kInt32
-                                         ? Sorted(embedding.indices.Data<int32_t>(), embedding)
-                                         : Sorted(embedding.indices.Data<int64_t>(), embedding);
-  std::vector<size_t> starts;
-  for (size_t at = 0; at < sorted.size(); ++at) {
-    if (at == 0 || sorted[at].first != sorted[at - 1].first) starts.push_back(at);
-  }
-  starts.push_back(sorted.size());
+  const RowsByIndex by_index(embedding);
   const auto* grad = embedding.grad_output.Data<float>();
-  parallel(static_cast<int64_t>(starts.size()) - 1, 2 * embedding.grad_output.NumBytes(), [&](int64_t task) {
-    const LookUp* first = sorted.data() + starts[static_cast<size_t>(task)];
-    const LookUp* last = sorted.data() + starts[static_cast<size_t>(task) + 1];
-    AddRows(grad, columns, first, last, out + first->first * columns);
+  const int64_t indices = embedding.num_weights;
+  parallel((indices + kRows - 1) / kRows, 2 * embedding.grad_output.NumBytes(), [&](int64_t task) {
+    for (int64_t index = task * kRows; index < std::min(indices, (task + 1) * kRows); ++index) {
+      const int64_t count = by_index.Count(index);
+      if (count > 0) AddRows(grad, columns, by_index.Rows(index), count, out + index * columns);
+    }
   });
 }
 

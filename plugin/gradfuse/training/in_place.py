@@ -172,7 +172,8 @@ def _stages(
     stages: dict[int, list[_Update]] = {}
     for update in updates:
         waits = [numbers[value] for value in update.others if value in numbers]
-        waits += [first.get(node, len(ordered)) for node in _readers(update.overwritten, readers, varying)]
+        reading = _readers(update.overwritten, readers, varying)
+        waits += [first.get(node, len(ordered)) if _runs_at_once(node) else len(ordered) for node in reading]
         stages.setdefault(max([1, *waits]), []).append(update)
     return ordered, stages
 
@@ -224,15 +225,26 @@ def _first_dependents(nodes: Sequence[ir.Node], numbers: Mapping[ir.Value, int])
         if not reached:
             continue
         first[node] = min(reached)
-        floats = [value for value in node.inputs if value is not None and value.dtype in _FLOATS]
-        # Functions for which there is no kernel may ignore what they are given, and kernels of ours are for float32.
-        is_kernel = node.domain == DOMAIN and all(value.dtype == ir.DataType.FLOAT for value in floats)
         # onnxruntime reads a part of a Concat at its source.
         is_whole = node.op_type == "Concat" and cut.isdisjoint(node.outputs)
-        if is_kernel or (not node.domain and (node.op_type in _NEEDS_ELEMENTS or is_whole)):
-            for value in floats:
+        if node.domain or node.op_type in _NEEDS_ELEMENTS or is_whole:
+            for value in _floats_of(node) if _runs_at_once(node) else ():
                 of_value[value] = min(of_value.get(value, first[node]), first[node])
     return first
+
+
+def _floats_of(node: ir.Node) -> list[ir.Value]:
+    return [value for value in node.inputs if value is not None and value.dtype in _FLOATS]
+
+
+def _runs_at_once(node: ir.Node) -> bool:
+    """Whether a node is surely one in onnxruntime: function bodies and branches may become nodes of the graph."""
+    if node.domain:
+        # It has kernels of ours for float32; what has none is a function.
+        return node.domain == DOMAIN and all(value.dtype == ir.DataType.FLOAT for value in _floats_of(node))
+    if any(True for attribute in node.attributes.values() for _ in _graphs(attribute)):
+        return False
+    return len(node.outputs) == 1 or node.op_type in _NEEDS_ELEMENTS
 
 
 def _readers(
@@ -354,7 +366,7 @@ def _ancestors(value: ir.Value) -> set[ir.Node]:
 def _update(node: ir.Node, named: Mapping[str, str]) -> _Update | None:
     """Return the update that a node is, if results of it are outputs of the graph for inputs that it updates."""
     operator = OPS.get(node.op_type) if node.domain == DOMAIN else None
-    if operator is None or not any(output.in_place for output in operator.outputs):
+    if operator is None or not operator.updates:
         return None
     overwritten = []
     for output, described in zip(node.outputs, operator.outputs, strict=False):

@@ -224,17 +224,17 @@ class TrainingSession:
             self._step = dataclasses.replace(step, model=model_of_none, **empty)
         named = set(step.state_dict_names.values())
         del step
-        self._begin_with(values, [name for name in kept if name not in given], kept.keys() - named)
+        self._begin_with(values, kept, given, kept.keys() - named)
         if share_with is not None:
             self._share(share_with, given)
         give_back()
 
-    def _begin_with(self, values: Arrays, names: Collection[str], reset: Collection[str]) -> None:
-        """Set the values of some names, and note those that `load` resets; `values` is empty afterwards."""
-        for name in list(values):
+    def _begin_with(self, values: Arrays, kept: Collection[str], given: Collection[str], reset: Collection[str]) -> None:
+        """Set tensors but for those that are given, and note those that `load` resets; takes them out of `values`."""
+        for name in kept:
             # One after the other: a large one that nothing else holds is given back at once.
             array = values.pop(name)
-            if name in names:
+            if name not in given:
                 self._assign({name: self._fitting(name, array, "training_step")})
             if not self._files or name not in reset:
                 continue
@@ -321,7 +321,7 @@ class TrainingSession:
             ArgumentError: a tensor is missing, or has another type or shape; an index is out of range; or an axis is
                 empty for which kernels of onnxruntime are not made for that.
             GradfuseError: the step was exported without an evaluation model, or its file is missing; or without
-                averages.
+                averages; or an earlier step has failed between its updates.
             ModelError: onnxruntime cannot load or run it; or an earlier `save(wait=False)` has failed.
         """
         self._background.raise_error()
@@ -521,7 +521,7 @@ class TrainingSession:
                 parameters themselves.
 
         Raises:
-            GradfuseError: the step was exported without averages.
+            GradfuseError: the step was exported without averages; or an earlier step has failed between its updates.
         """
         self._require_whole("state_dict")
         step, averages = self._step, self._averages("state_dict") if averaged else {}
@@ -584,7 +584,7 @@ class TrainingSession:
             ArgumentError: `path` is not a path, or JSON cannot hold `extra`.
             ModelError: the file cannot be written, or is the one of the step; or an earlier `save(wait=False)` has
                 failed.
-            GradfuseError: safetensors is not installed.
+            GradfuseError: safetensors is not installed; or an earlier step has failed between its updates.
         """
         where = f"{_WHO}.save"
         require_path(path, where)
@@ -615,7 +615,7 @@ class TrainingSession:
         Raises:
             ArgumentError: `path` is no path.
             GradfuseError: the step was exported without an evaluation model, or its file is missing; or without
-                averages.
+                averages; or an earlier step has failed between its updates.
             ModelError: the file cannot be written, or is the one of the step.
         """
         require_path(path, f"{_WHO}.save_evaluation_model")
