@@ -394,7 +394,7 @@ def test_a_buffer_that_the_first_step_makes_of_its_numbers_is_refused_and_the_ad
     module = Scaled(of)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     (x, y), ids = _batch(), torch.tensor([3, 1, 4, 1, 5, 2])
-    with pytest.raises(ExportError, match="'scale' .* from the batch or from parameters; .* after a run of the module"):
+    with pytest.raises(ExportError, match=r"'scale' .* from the batch or from parameters; .* after a run"):
         export_training_step(module, F.mse_loss, ((x, ids), y), optimizer)
     module(x * 3, ids)
     session = gradfuse.TrainingSession(export_training_step(module, F.mse_loss, ((x, ids), y), optimizer))

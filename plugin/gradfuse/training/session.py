@@ -229,7 +229,9 @@ class TrainingSession:
             self._share(share_with, given)
         give_back()
 
-    def _begin_with(self, values: Arrays, kept: Collection[str], given: Collection[str], reset: Collection[str]) -> None:
+    def _begin_with(
+        self, values: Arrays, kept: Collection[str], given: Collection[str], reset: Collection[str]
+    ) -> None:
         """Set tensors but for those that are given, and note those that `load` resets; takes them out of `values`."""
         for name in kept:
             # One after the other: a large one that nothing else holds is given back at once.
