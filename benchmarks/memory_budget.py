@@ -4,8 +4,8 @@
 
 Each step is exported with SGD, saved, and given less and less memory by `RecomputePass`. What a process grows by in its
 runs is measured by step_memory.py in a process of its own. Without onnxruntime's arena every larger value is memory of
-its own from the system, which is what is predicted; the arena holds more. Steps with and without a budget are timed
-alternately. The page gets a table, and memory_budget.svg beside it the curves of time over memory.
+its own from the system, which is what is predicted; a TrainingSession holds more for the next values. Steps with and
+without a budget are timed alternately. The page gets a table, and memory_budget.svg beside it the curves of time over memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(BATCHES), help="models, separated by commas")
     options = parser.parse_args()
     lines = [
-        "| step | budget | predicted MiB | measured MiB | with the arena MiB | time, predicted | time |",
+        "| step | budget | predicted MiB | values alone MiB | session MiB | time, predicted | time |",
         "|---|---|---|---|---|---|---|",
     ]
     curves: dict[str, list[tuple[float, float]]] = {}
@@ -115,7 +115,7 @@ def exported(
 
 
 def growths(step: TrainingStep, folder: str, arrays: str) -> tuple[float, float]:
-    """MiB that a process grows by in runs of a step, without onnxruntime's arena and with it."""
+    """MiB that a process grows by in runs of a step: where each value is memory of its own, and in a session."""
     file = str(Path(folder) / "step.onnx")
     step.save(file, force=True)
     command = [sys.executable, str(Path(__file__).with_name("step_memory.py")), "run", file, arrays]

@@ -634,8 +634,8 @@ class _Order:
             if producer is not None:
                 self._sinks.pop(producer, None)
         self._seen.add(node)
-        # Updates run when a session says.
-        if any(map(_may_be_read, node.outputs)) and not _updates(node):
+        # Updates, and what is added to another gradient in place, run when a session says.
+        if any(map(_may_be_read, node.outputs)) and not _updates(node) and not _is_added(node):
             self._latest, self._empty, self._views = node, None, {}
             self._sinks[node] = None
         return [*made, node]
@@ -747,6 +747,12 @@ def _gives_output(node: ir.Node) -> bool:
 def _updates(node: ir.Node) -> bool:
     operator = custom_ops.OPS.get(node.op_type) if node.domain == custom_ops.DOMAIN else None
     return operator is not None and operator.updates
+
+
+def _is_added(node: ir.Node) -> bool:
+    """Whether a node is the gradient of an embedding, and a term of a sum alone."""
+    readers = [use.node for value in node.outputs for use in value.uses()]
+    return node.op_type == "EmbeddingDenseBackward" and len(readers) == 1 and readers[0].op_type in ("Add", "Sum")
 
 
 def _is_number(value: ir.Value) -> bool:

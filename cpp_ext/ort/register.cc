@@ -6,6 +6,7 @@
 #include "kernels/cpu/targets.h"
 #include "ort/api.h"
 #include "ort/domain.h"
+#include "ort/shared_allocator.h"
 
 extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
                                                                                             const OrtApiBase* base) {
@@ -17,6 +18,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
     GRADFUSE_EXPECT(version >= ort::kOldest, "gradfuse: onnxruntime", runtime_version,
                     "1." + std::to_string(ort::kOldest) + " or newer");
     GRADFUSE_RETURN_IF_ERROR(cpu::CheckTargetVariable());
+    ort::UseMemoryPool(api, version, options);
     // Where the execution provider of this library was chosen before, it has brought the domain.
     int chosen = 0;
     ort::ThrowIfError(api, api.HasSessionConfigEntry(options, "ep.gradfusecudaexecutionprovider.cuda_device", &chosen));

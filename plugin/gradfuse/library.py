@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import sys
 from typing import Any
@@ -104,3 +106,23 @@ def register(session_options: Any) -> None:
     except Exception as error:
         # onnxruntime's own exception classes share no public base.
         raise GradfuseError(f"register: onnxruntime refuses {path}: {' '.join(str(error).split())}") from error
+
+
+def register_with_memory_pool(session_options: Any) -> None:
+    """Register gradfuse's operators in a session that takes memory for large values from the library's pool.
+
+    Args and errors are those of `register`.
+    """
+    session_options.add_session_config_entry("gradfuse.memory_pool", "1")
+    register(session_options)
+
+
+def trim_memory_pool() -> None:
+    """Return to the system what the library's pool holds for later values."""
+    path = find_library()
+    # Nothing is in the pool of a library that this process has not loaded.
+    if path is None or not hasattr(os, "RTLD_NOLOAD"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        unused = ctypes.c_uint64()
+        ctypes.CDLL(path, os.RTLD_NOLOAD).gradfuse_memory_pool(1, ctypes.byref(unused), ctypes.byref(unused))

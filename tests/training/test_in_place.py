@@ -330,7 +330,9 @@ def test_all_gradients_are_there_before_a_norm_of_all_of_them_clips() -> None:
     assert run(step) == {f"w{index}" for index in range(4)}
 
 
-def tied(lookups: int, padding_idx: int | None = None) -> TrainingStep:
+def tied(
+    lookups: int, padding_idx: int | None = None, *, depth: int = 1, shape: tuple[int, int] = (5, 7), **options: Any
+) -> TrainingStep:
     """A step of a classifier whose weight is also that of `lookups` embeddings."""
 
     class Tied(torch.nn.Module):
@@ -339,40 +341,56 @@ def tied(lookups: int, padding_idx: int | None = None) -> TrainingStep:
             self.embed = torch.nn.Embedding(11, SIDE, padding_idx=padding_idx)
             self.head = torch.nn.Linear(SIDE, 11, bias=False)
             self.head.weight = self.embed.weight
-            self.between = torch.nn.Linear(SIDE, SIDE)
+            self.positions = torch.nn.Parameter(torch.zeros(shape[1], SIDE))
+            self.between = torch.nn.ModuleList(torch.nn.Linear(SIDE, SIDE) for _ in range(depth))
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            found = [self.embed(ids.roll(shift, 1)) for shift in range(lookups)]
-            return self.head(torch.tanh(self.between(sum(found))))  # type: ignore[no-any-return]
+            x = self.positions + sum(self.embed(ids.roll(shift, 1)) for shift in range(lookups))
+            for layer in self.between:
+                x = torch.tanh(layer(x))
+            return self.head(x)  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
     module = Tied()
-    ids = torch.randint(0, 11, (5, 7))
+    ids = torch.randint(0, 11, shape)
     return gradfuse.export_training_step(
         module,
         lambda logits, labels: torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
         (ids, ids.roll(-1, 1)),
         torch.optim.AdamW(module.parameters(), lr=0.05),
+        **options,
     )
 
 
-@pytest.mark.parametrize(("lookups", "padding_idx"), [(1, None), (1, 3), (2, None)])
+@pytest.mark.parametrize(
+    ("lookups", "padding_idx", "options"),
+    [
+        (1, None, {}),
+        (1, 3, {}),
+        (2, None, {}),
+        # What is computed again waits for gradients, but not for those that are added.
+        (1, None, {"depth": 16, "shape": (64, 32), "memory_budget": 0.8}),
+    ],
+    ids=["one", "padding", "two", "budget"],
+)
 def test_gradients_of_tied_embeddings_are_added_where_those_of_the_head_are(
-    lookups: int, padding_idx: int | None
+    lookups: int, padding_idx: int | None, options: dict[str, Any]
 ) -> None:
-    step = tied(lookups, padding_idx)
+    step = tied(lookups, padding_idx, **options)
     ordered = in_place.with_ordered_updates(step.model, step.own_names).model
     operators = [node.op_type for node in ordered.graph]
     assert operators.count("EmbeddingDenseBackwardAdd") == lookups
     assert "EmbeddingDenseBackward" not in operators
     session = TrainingSession(step)
-    options = onnxruntime.SessionOptions()
-    gradfuse.register(options)
-    plain = onnxruntime.InferenceSession(step.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    plain_options = onnxruntime.SessionOptions()
+    gradfuse.register(plain_options)
+    plain = onnxruntime.InferenceSession(
+        step.model.SerializeToString(), plain_options, providers=["CPUExecutionProvider"]
+    )
     names, values = [output.name for output in plain.get_outputs()], step.initial_values
     numbers = np.random.default_rng(1)
     for _ in range(STEPS):
-        ids, labels = numbers.integers(0, 11, (2, 5, 7))
+        ids, labels = numbers.integers(0, 11, (2, *options.get("shape", (5, 7))))
         loss = session.step(ids, labels)
         batch = {step.input_names[0]: ids, step.target_names[0]: labels}
         results = dict(zip(names, plain.run(names, values | batch), strict=True))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gradfuse.library import trim_memory_pool
+
 _MMAP_THRESHOLD = -3
 """glibc's number of the size from which on arrays are mapped."""
 _MAPPED, _MAPPED_LATER = 2**21, 2**25
@@ -72,7 +74,8 @@ def sparing(large: bool) -> Iterator[Callable[[], None]]:
 
 
 def give_back() -> None:
-    """Give freed memory back to the system, where glibc keeps it: arrays of up to 32 MiB stay in its heap."""
+    """Give freed memory back to the system, where glibc keeps it, arrays of up to 32 MiB, and where the pool does."""
+    trim_memory_pool()
     trim = _of_c("malloc_trim")
     if trim is not None:
         trim(0)

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -789,7 +790,8 @@ class TrainingSession:
     def _default_options(self) -> Any:
         options = session_options()
         if library.find_library() is not None:
-            library.register(options)
+            library.register_with_memory_pool(options)
+            weakref.finalize(self, library.trim_memory_pool).atexit = False
         return options
 
     def _training_session(self) -> tuple[Any, frozenset[str], str | None]:

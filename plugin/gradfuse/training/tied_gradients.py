@@ -27,13 +27,15 @@ def add_in_place(model: ir.Model) -> None:
     """
     sums = [node for node in model.graph if not node.domain and node.op_type in ("Add", "Sum")]
     found = [(node, terms) for node in sums if (terms := _terms(node))]
-    unknown = [term for _, terms in found for term in terms if term.shape is None]
+    # Files do not say what gradients are.
+    unknown = [term for _, terms in found for term in terms if term.shape is None or term.dtype is None]
     if unknown:
         shapes.infer(model, unknown)
     for node, terms in found:
         shape = terms[0].shape
+        is_float = all(term.dtype == ir.DataType.FLOAT for term in terms)
         # Others may broadcast.
-        if shape is not None and shape.is_static() and all(term.shape == shape for term in terms):
+        if is_float and shape is not None and shape.is_static() and all(term.shape == shape for term in terms):
             _replace(model.graph, node, terms)
 
 
@@ -42,18 +44,16 @@ def _terms(node: ir.Node) -> list[ir.Value]:
     terms = [value for value in node.inputs if value is not None]
     if len(terms) > 1 and _lookup(terms[0]) is not None:
         terms[:2] = terms[1::-1]
-    is_base = len(terms) > 1 and terms[0].producer() is not None and _is_alone(terms[0])
+    is_base = len(terms) > 1 and terms[0].producer() is not None
     return terms if is_base and any(_lookup(term) is not None for term in terms[1:]) else []
-
-
-def _is_alone(value: ir.Value) -> bool:
-    return value.dtype == ir.DataType.FLOAT and len(value.uses()) == 1 and not value.is_graph_output()
 
 
 def _lookup(value: ir.Value) -> ir.Node | None:
     """Return the node of an embedding's gradient that nothing else reads."""
     node = value.producer()
-    if node is None or node.domain != DOMAIN or node.op_type != "EmbeddingDenseBackward" or not _is_alone(value):
+    if node is None or node.domain != DOMAIN or node.op_type != "EmbeddingDenseBackward":
+        return None
+    if len(value.uses()) != 1 or value.is_graph_output():
         return None
     return None if node.attributes.get_int("scale_grad_by_freq", 0) else node
 

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace gradfuse::ort {
+
+// Memory for the values of runs, in one range of addresses. What is free is given out again, to values of any size that
+// fit. What the pool holds beyond the most that was in use at once goes back to the system, but for 16 MiB.
+//
+// ONNX Runtime's arena gets memory in pieces that are never joined, and keeps them: values of many sizes leave much of it
+// unused. Without the arena each large value is new from the system, which has to clear it.
+//
+// All functions may be called by several threads at once.
+class MemoryPool {
+ public:
+  // A pool in a range of `bytes` addresses, none of them with memory yet; null where the system has no such range.
+  static std::unique_ptr<MemoryPool> Reserve(size_t bytes);
+
+  MemoryPool(const MemoryPool&) = delete;
+  MemoryPool& operator=(const MemoryPool&) = delete;
+  ~MemoryPool();
+
+  // Aligned to 4,096 bytes; null where nothing free is long enough.
+  void* Allocate(size_t bytes);
+
+  // `memory` is from Allocate.
+  void Free(void* memory);
+
+  bool Contains(const void* memory) const;
+
+  // Returns to the system what is not in use.
+  void Trim();
+
+  // Bytes in use, and bytes of memory that the pool holds, in use or not.
+  size_t used();
+  size_t held();
+
+ private:
+  MemoryPool(void* mapping, size_t mapped);
+
+  struct Page {
+    size_t used = 0;  // bytes
+    bool held = false;
+  };
+
+  void Count(size_t start, size_t bytes, bool used);
+  void TrimTo(size_t most);
+
+  void* const mapping_;
+  const size_t mapped_;
+  unsigned char* base_;
+  size_t size_;
+  std::mutex mutex_;
+  std::map<size_t, size_t> used_;  // sizes by offset, as the next
+  std::map<size_t, size_t> free_;
+  std::vector<Page> pages_;
+  size_t bytes_used_ = 0;
+  size_t most_used_ = 0;
+  size_t bytes_held_ = 0;
+};
+
+}  // namespace gradfuse::ort

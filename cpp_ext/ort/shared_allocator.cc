@@ -1,0 +1,117 @@
+#include "ort/shared_allocator.h"
+
+#ifdef __linux__
+#include <unistd.h>
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include "ort/memory_pool.h"
+
+namespace gradfuse::ort {
+namespace {
+
+// Sessions of older runtimes do not take the allocator.
+constexpr uint32_t kFirstWithPool = 23;
+constexpr char kUseEnvAllocators[] = "session.use_env_allocators";
+// From here on values are in the pool. The C library is good at smaller ones.
+constexpr size_t kLarge = size_t{64} << 10;
+// Addresses of the pool, as a multiple of the machine's memory: what is free between values takes addresses alone.
+constexpr size_t kAddresses = 4;
+
+size_t MachineMemory() {
+#ifdef __linux__
+  const auto pages = sysconf(_SC_PHYS_PAGES);
+  const auto size = sysconf(_SC_PAGESIZE);
+  if (pages > 0 && size > 0) return static_cast<size_t>(pages) * static_cast<size_t>(size);
+#endif
+  return 0;
+}
+
+// The pool of the process; null where there is none. Never destroyed: sessions may outlive static objects.
+MemoryPool* Pool() {
+  static MemoryPool* const pool = MemoryPool::Reserve(kAddresses * MachineMemory()).release();
+  return pool;
+}
+
+// Large values of runs are in the pool. All else, and what does not fit, is of ONNX Runtime's own allocator, which also
+// reports that memory is out in the way that ONNX Runtime understands.
+struct Allocator : OrtAllocator {
+  Allocator(OrtMemoryInfo* memory, OrtAllocator* other) : OrtAllocator{}, info(memory), others(other) {
+    version = 18;  // The first with Reserve; later functions are optional.
+    Alloc = [](OrtAllocator* self, size_t bytes) -> void* {
+      void* memory = bytes < kLarge ? nullptr : FromPool(bytes);
+      return memory != nullptr ? memory : Others(self)->Alloc(Others(self), bytes);
+    };
+    // What a session keeps, such as packed weights.
+    Reserve = [](OrtAllocator* self, size_t bytes) -> void* { return Others(self)->Alloc(Others(self), bytes); };
+    Free = [](OrtAllocator* self, void* memory) {
+      if (Pool()->Contains(memory)) {
+        Pool()->Free(memory);
+      } else {
+        Others(self)->Free(Others(self), memory);
+      }
+    };
+    Info = [](const OrtAllocator* self) -> const OrtMemoryInfo* { return static_cast<const Allocator*>(self)->info; };
+  }
+
+  static OrtAllocator* Others(OrtAllocator* self) { return static_cast<Allocator*>(self)->others; }
+
+  static void* FromPool(size_t bytes) {
+    try {
+      return Pool()->Allocate(bytes);
+    } catch (const std::bad_alloc&) {
+      return nullptr;
+    }
+  }
+
+  const OrtMemoryInfo* info;
+  OrtAllocator* others;
+};
+
+// Whether ONNX Runtime has taken the allocator, which it keeps for ever.
+bool Register(const OrtApi& api) {
+  OrtAllocator* others = nullptr;
+  OrtMemoryInfo* info = nullptr;
+  OrtEnv* env = nullptr;  // of the process, which has one
+  if (!Succeeded(api, api.GetAllocatorWithDefaultOptions(&others)) ||
+      !Succeeded(api, api.CreateCpuMemoryInfo(OrtDeviceAllocator, OrtMemTypeDefault, &info)) ||
+      !Succeeded(api, api.CreateEnv(ORT_LOGGING_LEVEL_WARNING, "gradfuse", &env))) {
+    return false;
+  }
+  const Owned<OrtEnv> owner(env, api.ReleaseEnv);
+  return Succeeded(api, api.RegisterAllocator(env, new Allocator(info, others)));
+}
+
+}  // namespace
+
+void UseMemoryPool(const OrtApi& api, uint32_t version, OrtSessionOptions* options) {
+  const auto has = [&](const char* entry) {
+    int found = 0;
+    ThrowIfError(api, api.HasSessionConfigEntry(options, entry, &found));
+    return found != 0;
+  };
+  if (version < kFirstWithPool || !has(kMemoryPoolEntry) || Pool() == nullptr) return;
+  static std::mutex mutex;
+  static auto& registered = *new std::map<const OrtApi*, bool>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto known = registered.find(&api);
+  if (known == registered.end()) known = registered.emplace(&api, Register(api)).first;
+  if (!known->second) return;
+  if (!has(kUseEnvAllocators)) ThrowIfError(api, api.AddSessionConfigEntry(options, kUseEnvAllocators, "1"));
+}
+
+}  // namespace gradfuse::ort
+
+// Bytes that values have in the pool, and that the pool holds. If `trim` is not 0, it first returns what is free.
+extern "C" __attribute__((visibility("default"))) void gradfuse_memory_pool(int trim, uint64_t* used, uint64_t* held) {
+  auto* pool = gradfuse::ort::Pool();
+  if (pool != nullptr && trim != 0) pool->Trim();
+  *used = pool == nullptr ? 0 : pool->used();
+  *held = pool == nullptr ? 0 : pool->held();
+}

@@ -1,0 +1,131 @@
+"""The library's memory pool, by itself and in onnxruntime's sessions."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from packaging.version import Version
+
+import gradfuse
+
+CPP_EXT = Path(__file__).resolve().parents[2] / "cpp_ext"
+MIB = 2**20
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or Version(onnxruntime.__version__) < Version("1.23"),
+    reason="sessions take the pool on Linux, with onnxruntime 1.23 or newer",
+)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    path = tmp_path_factory.mktemp("memory_pool") / "check"
+    options = ["-std=c++17", "-O1", "-fsanitize=thread", "-pthread", f"-I{CPP_EXT}"]
+    sources = [str(CPP_EXT / "tests" / "memory_pool_check.cc"), str(CPP_EXT / "ort" / "memory_pool.cc")]
+    subprocess.run([compiler, *options, *sources, "-o", str(path)], check=True)
+    return path
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_values_are_alone_and_memory_is_bounded(program: Path, seed: int) -> None:
+    done = subprocess.run([program, str(seed)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def used_and_held(*, trim: bool = False) -> tuple[int, int]:
+    """How many bytes values have in the pool, and how many the pool holds."""
+    used, held = ctypes.c_uint64(), ctypes.c_uint64()
+    library = ctypes.CDLL(gradfuse.get_library_path())
+    library.gradfuse_memory_pool(int(trim), ctypes.byref(used), ctypes.byref(held))
+    return used.value, held.value
+
+
+def opened(nodes: list[Any], inputs: list[Any], output: list[Any], *weights: Any, pool: bool = True) -> Any:
+    """A session of a graph with one output."""
+    graph = helper.make_graph(nodes, "g", inputs, output, weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.enable_mem_pattern = False
+    if pool:
+        options.add_session_config_entry("gradfuse.memory_pool", "1")
+    gradfuse.register(options)
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def exp_of_product(*, pool: bool) -> Any:
+    """A session of y = exp(x w)."""
+    weight = numpy_helper.from_array(np.full((1024, 1024), 1e-3, np.float32), "w")
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Exp", ["h"], ["y"])]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 1024]) for name in "xy")
+    return opened(nodes, [x], [y], weight, pool=pool)
+
+
+def run(session: Any, rows: int) -> Any:
+    x = onnxruntime.OrtValue.ortvalue_from_numpy(np.ones((rows, 1024), np.float32))
+    return session.run_with_ort_values(None, {"x": x})[0]
+
+
+def test_values_of_sessions_that_ask_are_in_the_pool() -> None:
+    before = used_and_held()[0]
+    expected = run(exp_of_product(pool=False), 512).numpy()
+    assert used_and_held()[0] == before
+    session = exp_of_product(pool=True)
+    assert used_and_held()[0] == before  # The weight is elsewhere.
+    result = run(session, 512)
+    assert used_and_held()[0] == before + 2 * MIB
+    del session
+    np.testing.assert_array_equal(result.numpy(), expected)
+    del result
+    assert used_and_held()[0] == before
+
+
+def test_sessions_take_what_others_have_left() -> None:
+    first, second = exp_of_product(pool=True), exp_of_product(pool=True)
+    trimmed = used_and_held(trim=True)[1]
+    run(first, 8192)
+    held = used_and_held()[1]
+    assert held >= trimmed + 32 * MIB
+    run(second, 8192)
+    assert used_and_held()[1] == held
+    assert used_and_held(trim=True)[1] == trimmed
+
+
+def test_a_value_that_no_machine_has_memory_for_is_an_error() -> None:
+    nodes = [helper.make_node("Expand", ["x", "s"], ["e"]), helper.make_node("ReduceSum", ["e"], ["y"], keepdims=0)]
+    x, s, y = (
+        helper.make_tensor_value_info(name, type_, shape)
+        for name, type_, shape in (("x", TensorProto.FLOAT, [1]), ("s", TensorProto.INT64, [1]), ("y", 1, []))
+    )
+    session = opened(nodes, [x, s], [y])
+    with pytest.raises(Exception, match="bad_alloc"):
+        session.run(None, {"x": np.ones(1, np.float32), "s": np.array([2**45])})
+    assert session.run(None, {"x": np.ones(1, np.float32), "s": np.array([2**20])})[0] == 2**20
+
+
+def test_training_sessions_return_their_memory() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.Tanh(), torch.nn.Linear(2048, 1))
+    x, y = torch.randn(4096, 64), torch.randn(4096, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    step = gradfuse.export_training_step(module, torch.nn.functional.mse_loss, ((x,), (y,)), optimizer)
+    trimmed = used_and_held(trim=True)[1]
+    session = gradfuse.TrainingSession(step)
+    losses = [float(session.step((x.numpy(),), (y.numpy(),))) for _ in range(2)]
+    assert losses[1] < losses[0]
+    assert used_and_held()[1] >= trimmed + 32 * MIB
+    del session
+    gc.collect()
+    assert used_and_held()[1] == trimmed
