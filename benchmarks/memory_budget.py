@@ -5,7 +5,8 @@
 Each step is exported with SGD, saved, and given less and less memory by `RecomputePass`. What a process grows by in its
 runs is measured by step_memory.py in a process of its own. Without onnxruntime's arena every larger value is memory of
 its own from the system, which is what is predicted; a TrainingSession holds more for the next values. Steps with and
-without a budget are timed alternately. The page gets a table, and memory_budget.svg beside it the curves of time over memory.
+without a budget are timed alternately. The page gets a table, and memory_budget.svg beside it the curves of time over
+memory.
 """
 
 from __future__ import annotations

@@ -18,6 +18,12 @@ constexpr size_t kSlack = 8 * kPage;
 
 constexpr size_t RoundUp(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
+// Bytes from an address to the next page.
+size_t Padding(const void* start) {
+  const auto address = reinterpret_cast<uintptr_t>(start);
+  return RoundUp(address, kPage) - address;
+}
+
 }  // namespace
 
 std::unique_ptr<MemoryPool> MemoryPool::Reserve(size_t bytes) {
@@ -32,10 +38,11 @@ std::unique_ptr<MemoryPool> MemoryPool::Reserve(size_t bytes) {
   return nullptr;
 }
 
-MemoryPool::MemoryPool(void* mapping, size_t mapped) : mapping_(mapping), mapped_(mapped) {
-  const auto address = reinterpret_cast<uintptr_t>(mapping);
-  base_ = static_cast<unsigned char*>(mapping) + (RoundUp(address, kPage) - address);
-  size_ = mapped - kPage;
+MemoryPool::MemoryPool(void* mapping, size_t mapped)
+    : mapping_(mapping),
+      mapped_(mapped),
+      base_(static_cast<unsigned char*>(mapping) + Padding(mapping)),
+      size_(mapped - kPage) {
   free_.emplace(0, size_);
 }
 

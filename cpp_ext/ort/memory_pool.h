@@ -11,8 +11,8 @@ namespace gradfuse::ort {
 // Memory for the values of runs, in one range of addresses. What is free is given out again, to values of any size that
 // fit. What the pool holds beyond the most that was in use at once goes back to the system, but for 16 MiB.
 //
-// ONNX Runtime's arena gets memory in pieces that are never joined, and keeps them: values of many sizes leave much of it
-// unused. Without the arena each large value is new from the system, which has to clear it.
+// ONNX Runtime's arena gets memory in pieces that are never joined, and keeps them: values of many sizes leave much of
+// it unused. Without the arena each large value is new from the system, which has to clear it.
 //
 // All functions may be called by several threads at once.
 class MemoryPool {
@@ -52,8 +52,8 @@ class MemoryPool {
 
   void* const mapping_;
   const size_t mapped_;
-  unsigned char* base_;
-  size_t size_;
+  unsigned char* const base_;
+  const size_t size_;
   std::mutex mutex_;
   std::map<size_t, size_t> used_;  // sizes by offset, as the next
   std::map<size_t, size_t> free_;

@@ -9,9 +9,9 @@ namespace gradfuse::ort {
 // A session configuration entry: the session takes memory for large values of runs from the library's pool.
 constexpr char kMemoryPoolEntry[] = "gradfuse.memory_pool";
 
-// Lets sessions of `options` take memory from the pool if they have the entry, whatever its value. They stay as they are
-// where there is none: before version 23 of ONNX Runtime's API, on other systems than Linux, and where addresses are
-// limited.
+// Lets sessions of `options` take memory from the pool if they have the entry, whatever its value. They stay as they
+// are where there is none: before version 23 of ONNX Runtime's API, on other systems than Linux, and where addresses
+// are limited.
 void UseMemoryPool(const OrtApi& api, uint32_t version, OrtSessionOptions* options);
 
 }  // namespace gradfuse::ort

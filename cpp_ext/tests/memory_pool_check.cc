@@ -1,7 +1,5 @@
 // A MemoryPool under random sizes and lifetimes, from several threads: `memory_pool_check SEED` prints what is wrong.
 
-#include "ort/memory_pool.h"
-
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -12,6 +10,8 @@
 #include <random>
 #include <thread>
 #include <vector>
+
+#include "ort/memory_pool.h"
 
 namespace {
 
