@@ -789,9 +789,13 @@ class TrainingSession:
 
     def _default_options(self) -> Any:
         options = session_options()
-        if library.find_library() is not None:
+        if library.find_library() is None:
+            return options
+        if self._providers == ["CPUExecutionProvider"]:
             library.register_with_memory_pool(options)
             weakref.finalize(self, library.trim_memory_pool).atexit = False
+        else:
+            library.register(options)
         return options
 
     def _training_session(self) -> tuple[Any, frozenset[str], str | None]:
