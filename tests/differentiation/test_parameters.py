@@ -194,6 +194,47 @@ def test_what_a_named_tensor_was_merged_with_is_told_of() -> None:
     require_torchs(quietly(model, trainable=names), Normalised, X, {}, only=names)
 
 
+@pytest.mark.parametrize("operator", ["Gemm", "Add"])
+def test_a_layer_behind_several_embeddings_has_one_bias(operator: str) -> None:
+    """The tables that rows come from do not tell layers apart."""
+    product = {
+        "Gemm": "{0}p = Gemm({0}e, w, b)",
+        "Add": "{0}m = MatMul({0}e, w) {0}p = Add({0}m, b)",
+    }[operator]
+    text = (
+        HEAD
+        + "g (int64[n] i, int64[n] j) => (float[n,3] y) <float[9,4] first, float[9,4] second, float[4,3] w, float[3] b>"
+        "{ ie = Gather(first, i) je = Gather(second, j) "
+        + product.format("i")
+        + " "
+        + product.format("j")
+        + " t = Tanh(jp) y = Mul(ip, t) }"
+    )
+    model = onnx.parser.parse_model(text)
+    rng = np.random.default_rng(0)
+    shapes = {"first": (9, 4), "second": (9, 4), "w": (4, 3)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["b"] = np.zeros(3, np.float32)
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in arrays.items())
+    with pytest.warns(UserWarning, match="several nodes read 'b'"):
+        step = build_training_step(model, "mse", optimizer=optimizers.SGD(lr=0.3))
+    assert set(step.parameters) == set(arrays)
+    session = TrainingSession(step)
+    exact = {name: torch.tensor(array).double().requires_grad_() for name, array in arrays.items()}
+    optimizer = torch.optim.SGD(exact.values(), lr=0.3)
+    for size in (5, 3, 8):
+        i, j = rng.integers(0, 9, (2, size))
+        target = rng.standard_normal((size, 3)).astype(np.float32)
+        a, c = (exact[name][index] @ exact["w"] + exact["b"] for name, index in (("first", i), ("second", j)))
+        loss = F.mse_loss(a * torch.tanh(c), torch.tensor(target).double())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        found = float(session.step({"i": i, "j": j}, target))
+        assert abs(found - loss.item()) <= 64 * np.finfo(np.float32).eps * loss.item()
+
+
 def test_a_bias_that_is_cut_and_was_merged_is_one_for_each_layer() -> None:
     biases = ("a.in_proj_bias", "b.in_proj_bias")
     step = quietly(by_dynamo(Attending(), X), trainable=biases)

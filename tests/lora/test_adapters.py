@@ -364,6 +364,79 @@ def test_one_of_two_nodes_is_chosen_by_its_name() -> None:
     assert sums == ["c.base"]
 
 
+class Rows(torch.nn.Module):
+    """Calls one layer for each row of an embedding, one after the other, and a head that may be the embedding's."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.cell = torch.nn.Embedding(9, IN), torch.nn.Linear(IN, IN)
+        self.head = torch.nn.Linear(IN, 9)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.embed(ids[:, 0])
+        for index in range(3):
+            h = torch.tanh(self.cell(h) + self.embed(ids[:, index]))
+        return self.head(h)  # type: ignore[no-any-return]
+
+
+def exported(module: torch.nn.Module, path: Path, *, dynamo: bool, **options: Any) -> onnx.ModelProto:
+    ids = torch.arange(12).reshape(4, 3) % 9
+    torch.onnx.export(module.eval(), (ids,), str(path), dynamo=dynamo, input_names=["ids"], **options)
+    return onnx.load(path)
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_module_that_is_called_often_has_one_adapter_beside_each_call(dynamo: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Rows()
+    model = add_lora(exported(module, tmp_path / "m.onnx", dynamo=dynamo), "cell", RANK, ALPHA)
+    step = build_training_step(model, "mse", trainable=ADAPTERS, optimizer=SGD(lr=0.5))
+    a, b = "cell.lora_A.weight", "cell.lora_B.weight"
+    assert list(step.parameters) == [a, b]
+    session = TrainingSession(step)
+    left = torch.tensor(step.parameters[a]).double().requires_grad_()
+    right = torch.zeros(IN, RANK, dtype=torch.double, requires_grad=True)
+    optimizer = torch.optim.SGD([left, right], lr=0.5)
+    module.double().requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        ids = torch.randint(0, 9, (4, 3), generator=generator)
+        targets = torch.randn(4, 9, generator=generator)
+        delta = ALPHA / RANK * right @ left
+        merged = {"cell.weight": module.cell.weight + delta}
+        loss = F.mse_loss(torch.func.functional_call(module, merged, (ids,)), targets.double())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        found = float(session.step(ids.numpy(), targets.numpy()))
+        assert abs(found - loss.item()) <= 64 * np.finfo(np.float32).eps * loss.item()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_adapter_of_a_head_that_is_tied_to_an_embedding_is_the_head_s(tmp_path: Path) -> None:
+    options = {"dynamo": False, "do_constant_folding": False}
+    model = add_lora(exported(Rows(tied=True), tmp_path / "m.onnx", **options), "head", RANK)
+    names = [tensor.name for tensor in model.graph.initializer if "lora" in tensor.name]
+    assert names == ["head.lora_A.weight", "head.lora_B.weight"]
+
+
+def test_modules_that_an_exporter_has_given_one_weight_are_told() -> None:
+    first, second = (helper.make_node("MatMul", [value, "val_3"], [value + "y"]) for value in ("x", "z"))
+    for node, layer in ((first, "layers.0"), (second, "layers.1")):
+        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=f"['', '{layer}', 'linear']")
+    between = helper.make_node("MatMul", ["xy", "other"], ["z"])
+    last = helper.make_node("Identity", ["zy"], ["y"])
+    tensors = {"val_3": _weight().T, "other": np.ones((OUT, IN), np.float32)}
+    model = _base([first, between, second, last], tensors)
+    with pytest.warns(
+        UserWarning, match=r"layers\.0, layers\.1 read one weight, 'val_3', and get one adapter, 'layers\.0'"
+    ):
+        add_lora(model, "layers.*", RANK)
+
+
 @pytest.mark.parametrize(
     "scopes, node, weight, module",
     [

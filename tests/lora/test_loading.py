@@ -161,6 +161,27 @@ def test_dropout_is_told(tmp_path: Path) -> None:
         gradfuse.load_adapter(_session(8), _folder(tmp_path / "peft", lora_dropout=0.1))
 
 
+def test_a_module_whose_name_ends_another_is_found(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    weights = {f"{name}.weight": rng.standard_normal((IN, IN)).astype(np.float32) for name in ("block.fc", "fc")}
+    nodes = [
+        helper.make_node("MatMul", ["x", "block.fc.weight"], ["h"]),
+        helper.make_node("MatMul", ["h", "fc.weight"], ["y"]),
+    ]
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", IN]) for name in "xy")
+    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph(nodes, "g", [x], [y], tensors)
+    base = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    step = gradfuse.build_training_step(add_lora(base, ["block.fc", "fc"], RANK), "mse", trainable=["*.lora_*"])
+    gradfuse.save_adapter(TrainingSession(step), tmp_path / "folder")
+    for model in (base, add_lora_inputs(base, ["block.fc", "fc"])):
+        target = tmp_path / "a.onnx_adapter"
+        gradfuse.convert_adapter(tmp_path / "folder", target, base=model)
+        found = onnxruntime.AdapterFormat.read_adapter(str(target)).get_parameters()
+        assert sorted(found) == sorted(step.parameters)
+        target.unlink()
+
+
 def test_the_command_converts(run: Run, tmp_path: Path) -> None:
     path = _folder(tmp_path / "peft")
     onnx.save(_base(), tmp_path / "base.onnx")

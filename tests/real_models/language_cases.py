@@ -638,7 +638,7 @@ for name, axis in {
 
 # These choose by values what they compute, or have gradients of their own.
 for name, why in {
-    "Gemma3nForCausalLM": "expected changes of buffers only",
+    "Gemma3nForCausalLM": "expected changes of buffers and frozen parameters only",
     # Its router's weights begin at zero.
     "AfmoeForCausalLM": "topk chooses between equal numbers",
 }.items():

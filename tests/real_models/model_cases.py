@@ -91,8 +91,11 @@ def _exported(path: Path, module: nn.Module, x: Tensor, targets: Tensor) -> Trai
         loss = nn.functional.cross_entropy(copy(x.to(dtype) if x.is_floating_point() else x), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         # A weight that is shared has several names, of which the file has one.
-        named = copy.named_parameters(remove_duplicate=False)
-        return loss.item(), {name: p.grad.numpy().copy() for name, p in named if p.grad is not None}
+        named: dict[torch.nn.Parameter, str] = {}
+        for name, p in copy.named_parameters(remove_duplicate=False):
+            if p not in named or name in written:
+                named[p] = name
+        return loss.item(), {name: p.grad.numpy().copy() for p, name in named.items() if p.grad is not None}
 
     # Statistics of batch normalisation are no parameters anyway.
     written = {value.name for value in onnx.load(path, load_external_data=False).graph.initializer}

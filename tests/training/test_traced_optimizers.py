@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from math import sqrt
 from typing import Any
@@ -295,6 +296,41 @@ class Draws(Own):
         p.sub_((g + torch.randn_like(g)) * group["lr"])
 
 
+class ByIdentity(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.halved = {id(self.param_groups[0]["params"][0])}
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g * group["lr"] * (0.5 if id(p) in self.halved else 1.0))
+
+
+class ByAttribute(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.param_groups[0]["params"][0].halved = True
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g * group["lr"] * (0.5 if getattr(p, "halved", False) else 1.0))
+
+
+class Counter:
+    """Cannot be copied, as what writes a log."""
+
+    def __init__(self) -> None:
+        self.lock, self.count = threading.Lock(), 0
+
+
+class CountsElsewhere(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.counter = Counter()
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.counter.count += 1
+        p.sub_(g * group["lr"] / self.counter.count)
+
+
 class NoRate(Own):
     def __init__(self, params: Any) -> None:
         optim.Optimizer.__init__(self, params, {})
@@ -308,6 +344,9 @@ class NoRate(Own):
         (TakesFloat, "its step takes float() of its state, its gradient or the rate"),
         (OfAll, "its step updates 'first.weight' otherwise when it has other parameters besides"),
         (CountsInAttribute, "its step changes its attribute 'count'; expected changes of state alone"),
+        (CountsElsewhere, "its step changes its attribute 'counter'; expected changes of state alone"),
+        (ByIdentity, "its step updates 'first.weight' otherwise than a copy of it"),
+        (ByAttribute, "its step updates 'first.weight' otherwise than a copy of it"),
         (CountsInGroup, "its step changes the option 'k' of its parameter group"),
         (CountsSometimes, "its step does not always add 1 to the state 't'"),
         (BeginsLater, "its step changes the state 'mean' in later steps only"),
@@ -330,6 +369,32 @@ def test_random_numbers_in_a_step_are_refused() -> None:
     module = nn.Linear(4, 3, bias=False)
     with pytest.raises(ExportError, match=r"its step draws random numbers by aten\.randn_like"):
         export_training_step(module, F.cross_entropy, batches(1, 3)[0], Draws(module.parameters()))
+
+
+class Bystander:
+    """Of a class without an equality of its own."""
+
+    def __init__(self) -> None:
+        self.other = self
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Bystander(), Counter(), np.zeros(3), math.nan, torch.Generator()],
+    ids=["object", "lock", "array", "nan", "generator"],
+)
+def test_what_a_step_does_not_touch_is_no_obstacle(value: Any) -> None:
+    module = nn.Linear(4, 3)
+    optimizer = PlainAdam(module.parameters(), table=np.array([1.0, 2.0]))
+    optimizer.extra = value  # type: ignore[attr-defined]
+    before, gradient = [p.detach().clone() for p in module.parameters()], torch.ones(3)
+    module.bias.grad = gradient
+    data = batches(1, 3)[0]
+    step = export_training_step(module, F.cross_entropy, data, optimizer, evaluation=False)
+    for parameter, values in zip(module.parameters(), before, strict=True):
+        assert torch.equal(parameter, values)
+    assert module.bias.grad is gradient and module.weight.grad is None and not optimizer.state
+    assert "bias.m" in step.optimizer_state
 
 
 def test_an_optimizer_is_left_as_it_was() -> None:

@@ -209,7 +209,8 @@ class Store:
             found = {
                 (one, stored)
                 for one, k, source in reads
-                if is_place(one, k) and (stored := stored_behind(source)) is not None and stored is not value
+                if is_place(one, k) and not _is_multiplied(one, k)
+                if (stored := stored_behind(source)) is not None and stored is not value
                 if not self._is_filled(stored)
             }
             if found:
@@ -317,6 +318,12 @@ def stored_behind(value: ir.Value | None, views: Iterable[str] = _VIEWS) -> ir.V
             return None
         value = node.inputs[0]
     return value
+
+
+def _is_multiplied(node: ir.Node, index: int) -> bool:
+    """Tell whether an input of a product is what a stored weight is multiplied with, such as rows of an embedding."""
+    places = _PRODUCTS.get((node.domain, node.op_type), ())
+    return index == 0 and 0 in places and stored_behind(node.inputs[1]) is not None
 
 
 def is_cut(node: ir.Node, index: int) -> bool:

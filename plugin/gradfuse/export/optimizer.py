@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradfuse import _torch_private as private
@@ -172,7 +173,9 @@ def _plain(value: Any) -> Any:
     """Return an option's value without tensors."""
     if isinstance(value, (tuple, list)):
         return tuple(_plain(one) for one in value)
-    return value.item() if hasattr(value, "item") else value
+    if not hasattr(value, "item"):
+        return value
+    return value.item() if np.size(value) == 1 else tuple(value.tolist())
 
 
 def _is_number(value: Any) -> bool:

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ def traced(optimizer: torch.optim.Optimizer, names: Mapping[int, str], run_time:
             if not parameter.requires_grad:
                 continue
             name, held = names[id(parameter)], _held(optimizer, parameter)
-            if parameter.dtype in _NARROW and not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+            if parameter.dtype in _NARROW and not _is_of_torch(optimizer):
                 raise _refused(
                     optimizer,
                     f"parameter {name!r} is {parameter.dtype}, of whose rounding its step may keep account; expected "
@@ -115,6 +116,8 @@ def traced(optimizer: torch.optim.Optimizer, names: Mapping[int, str], run_time:
     if len(of) > 1:
         _require_separate(optimizer, {kind: name for name, kind in of.items()}, names)
     rules = dict(zip(kinds.values(), _rules(optimizer, list(kinds.values()), run_time), strict=True))
+    if not _is_of_torch(optimizer):
+        _require_by_value(optimizer, names)
     return Traced({name: rules[kind] for name, kind in of.items()}, state, steps)
 
 
@@ -137,12 +140,13 @@ def twin(
         # A scheduler's wrapper of step would step the optimizer itself.
         if key != "step":
             is_own = isinstance(value, (list, dict, set)) and key not in _OWN
-            vars(result)[key] = copy.deepcopy(value) if is_own else value
+            vars(result)[key] = _copy_of(value) if is_own else value
     result.param_groups = []
     for index, parameters in groups.items():
         options = {key: one for key, one in optimizer.param_groups[index].items() if key != "params"}
         options |= {key: one for key, one in _IMPLEMENTATION.items() if key in options}
-        result.param_groups.append({**copy.deepcopy(options), "lr": rates[index], "params": list(parameters)})
+        options = {key: _copy_of(one) for key, one in options.items()}
+        result.param_groups.append({**options, "lr": rates[index], "params": list(parameters)})
     result.state = defaultdict(dict, {parameter: state for parameter, state in states.items() if state})
     return result
 
@@ -265,7 +269,9 @@ class _Probe:
         other.state = _States(_Watched)
         if held:
             other.state[tensor] = _Watched(copy.deepcopy(dict(held)))
-        options, attributes = copy.deepcopy(_unowned(other.param_groups[0])), copy.deepcopy(_unowned(vars(other)))
+        options, attributes = (
+            {key: _copy_of(value) for key, value in _unowned(of).items()} for of in (other.param_groups[0], vars(other))
+        )
         after = []
         for _ in range(_PROBED):
             tensor.grad = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
@@ -794,40 +800,89 @@ def _require_traceable(optimizer: torch.optim.Optimizer) -> None:
             raise _refused(optimizer, f"it has tensors in its attribute {key!r}; expected them in its state")
 
 
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
 def _require_separate(
     optimizer: torch.optim.Optimizer, examples: Mapping[_Kind, str], names: Mapping[int, str]
 ) -> None:
     """Refuse an optimizer that updates a parameter otherwise when it has others besides."""
-    copies: dict[int, Tensor] = {}
-    groups: dict[int, list[Tensor]] = {}
-    states, rates = {}, {}
-    generator = torch.Generator().manual_seed(0)
-    for index, group in enumerate(optimizer.param_groups):
-        rates[index] = float(group["lr"])
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                one = copies[id(parameter)] = parameter.detach().clone().requires_grad_()
-                one.grad = torch.randn(one.shape, generator=generator).to(one.device, one.dtype)
-                states[one] = copy.deepcopy(_held(optimizer, parameter))
-                groups.setdefault(index, []).append(one)
+    copies, states = _copies(optimizer)
+    rates = _rates(optimizer)
     alone = {}
     for kind in examples:
-        like = copies[id(kind.like)]
+        like = copies[kind.like]
         one = like.detach().clone().requires_grad_()
         one.grad = None if like.grad is None else like.grad.clone()
         other = twin(optimizer, {kind.index: [one]}, {one: copy.deepcopy(states[like])}, rates)
         take_step(optimizer, other)
         alone[kind] = one.detach(), dict(other.state[one])
-    whole = twin(optimizer, groups, states, rates)
+    whole = twin(optimizer, _groups(optimizer, copies), states, rates)
     take_step(optimizer, whole)
     for kind, (parameter, state) in alone.items():
-        like = copies[id(kind.like)]
+        like = copies[kind.like]
         if not _same((like.detach(), dict(whole.state[like])), (parameter, state)):
             raise _refused(
                 optimizer,
                 f"its step updates {names[id(kind.like)]!r} otherwise when it has other parameters besides; expected "
                 "updates of each parameter by itself",
             )
+
+
+def _require_by_value(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Refuse an optimizer that updates parameters otherwise than copies of them: copies are what is traced."""
+    copies, states = _copies(optimizer)
+    own = {parameter: copy.deepcopy(states[one]) for parameter, one in copies.items()}
+    rates = _rates(optimizer)
+    take_step(optimizer, twin(optimizer, _groups(optimizer, copies), states, rates))
+    # A step may put other memory into a parameter.
+    before = {parameter: (parameter.data, parameter.detach().clone(), parameter.grad) for parameter in copies}
+    generator = torch.Generator().manual_seed(0)
+    updated = {}
+    try:
+        for parameter in copies:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+        take_step(optimizer, twin(optimizer, _groups(optimizer, {one: one for one in copies}), own, rates))
+        updated = {parameter: _same(parameter.detach(), one.detach()) for parameter, one in copies.items()}
+    finally:
+        for parameter, (data, values, gradient) in before.items():
+            parameter.data, parameter.grad = data, gradient
+            data.copy_(values)
+    for parameter, is_same in updated.items():
+        if not is_same:
+            raise _refused(
+                optimizer,
+                f"its step updates {names[id(parameter)]!r} otherwise than a copy of it, as by its identity or an "
+                "attribute that it has; expected rules that follow from values and options: put it in a parameter "
+                "group with options of its own",
+            )
+
+
+def _copies(optimizer: torch.optim.Optimizer) -> tuple[dict[Tensor, Tensor], dict[Tensor, dict[str, Any]]]:
+    """Return a copy of each parameter that is trained, with a random gradient, and the states of the copies."""
+    generator = torch.Generator().manual_seed(0)
+    copies, states = {}, {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                one = copies[parameter] = parameter.detach().clone().requires_grad_()
+                one.grad = torch.randn(one.shape, generator=generator).to(one.device, one.dtype)
+                states[one] = copy.deepcopy(_held(optimizer, parameter))
+    return copies, states
+
+
+def _groups(optimizer: torch.optim.Optimizer, others: Mapping[Tensor, Tensor]) -> dict[int, list[Tensor]]:
+    """Return the parameters that take the places of others, by their groups."""
+    groups = {
+        index: [others[parameter] for parameter in group["params"] if parameter in others]
+        for index, group in enumerate(optimizer.param_groups)
+    }
+    return {index: parameters for index, parameters in groups.items() if parameters}
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> dict[int, float]:
+    return {index: float(group["lr"]) for index, group in enumerate(optimizer.param_groups)}
 
 
 def take_step(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
@@ -887,14 +942,40 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _copy_of(value: Any, depth: int = 3) -> Any:
+    """Return a deep copy, but for what cannot be copied, such as locks and files."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        # A class may raise anything.
+        if not depth or not hasattr(value, "__dict__") or isinstance(value, type):
+            return value
+    result = object.__new__(type(value))
+    vars(result).update({key: _copy_of(one, depth - 1) for key, one in vars(value).items()})
+    return result
+
+
+def _same(one: Any, other: Any, compared: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Tell whether two values are alike. Pairs in `compared` are parts of each other, and are compared elsewhere."""
+    if one is other or (id(one), id(other)) in compared:
+        return True
+    same = functools.partial(_same, compared=compared | {(id(one), id(other))})
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and to_numpy(one).tobytes() == to_numpy(other).tobytes()
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and bool(one == other)
+        return len(one) == len(other) and all(map(same, one, other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, torch.Generator):
+        return same(one.get_state(), other.get_state())
+    if type(one).__eq__ is object.__eq__:
+        # A copy of such an object is never equal to it.
+        return hasattr(one, "__dict__") and same(vars(one), vars(other))
+    return bool(one == other) or (one != one and other != other)
 
 
 def _array(value: Any) -> Any:

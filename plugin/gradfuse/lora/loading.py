@@ -267,7 +267,7 @@ def _named_as(base: ModelLike, stored: Mapping[str, _Adapter]) -> dict[str, _Ada
     inputs = {str(value.name): value for value in model.graph.inputs}
     found = {}
     for module, adapter in stored.items():
-        matching = [one for one in served if one == module or one.endswith(f".{module}")]
+        matching = [one for one in served if one == module] or [one for one in served if one.endswith(f".{module}")]
         if matching:
             if len(matching) > 1:
                 raise ArgumentError(f"{_CONVERT}: {module!r} is {few(matching)} of the base; expected one, or within")
@@ -279,6 +279,7 @@ def _named_as(base: ModelLike, stored: Mapping[str, _Adapter]) -> dict[str, _Ada
             sizes = a.shape[1], b.shape[0]
         else:
             targets = chosen(_CONVERT, model.graph, [module], {}, set())
+            targets = [one for one in targets if one.module == module] or targets
             if len(targets) > 1:
                 named = few(one.module for one in targets)
                 raise ArgumentError(f"{_CONVERT}: {module!r} is {named} of the base; expected one, or within")

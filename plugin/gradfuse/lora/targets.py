@@ -6,18 +6,20 @@ import collections
 import dataclasses
 import fnmatch
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
 from gradfuse.differentiation.rules import FLOATS
-from gradfuse.errors import ArgumentError
+from gradfuse.errors import ArgumentError, few
 from gradfuse.models.scopes import module_of
 
 _OPERATORS = "MatMul, Gemm or MatMulNBits"
 _MICROSOFT = "com.microsoft"
 _QUANTISED = re.compile(r"(_DQ)?_Q[248]$")
 """What onnxruntime's quantiser appends to the name of a weight."""
+_CALL = re.compile(r"_\d+$")
 _WEIGHT = re.compile(r"(\.MatMul)?\.(weight|qweight|kernel)$")
 
 
@@ -93,10 +95,12 @@ def chosen(
     refusals = [one for one in found if isinstance(one, Refusal)]
     picked: set[ir.Node] = set()
     for pattern in patterns:
-        matched = {use.node for use in uses if _matches(pattern, use)}
+        matched = [use for use in uses if _matches(pattern, use)]
         if not matched:
             raise ArgumentError(f"{who}: targets has {pattern!r}, which {_unmatched(pattern, graph, refusals)}")
-        picked |= matched
+        # The name of a node chooses that node alone, and others all that read the weight: a module may be called often.
+        weights = {use.weight for use in matched if not _named([pattern], use.node.name)}
+        picked |= {use.node for use in matched} | {use.node for use in uses if use.weight in weights}
     grouped: dict[ir.Value, list[Use]] = collections.defaultdict(list)
     for use in uses:
         if use.node in picked:
@@ -104,6 +108,14 @@ def chosen(
     targets = [Target(group[0].module, tuple(group)) for group in grouped.values()]
     for target in targets:
         _require_one_way(who, target, patterns, refusals)
+        # torch's older exporter numbers the calls of a module.
+        readers = dict.fromkeys(_CALL.sub("", module_of(use.node)) for use in target.uses)
+        if len(readers) > 1 and "" not in readers:
+            warnings.warn(
+                f"{who}: {few(readers)} read one weight, {target.uses[0].weight.name!r}, and get one adapter, "
+                f"{target.module!r}; if the exporter has merged them, as equal weights, export with optimize=False",
+                stacklevel=3,
+            )
     return targets
 
 
@@ -187,9 +199,11 @@ def _dtype(value: ir.Value) -> ir.DataType | None:
 def _module(node: ir.Node, weight: ir.Value) -> str:
     """Return the name of the module of a weight: from its name, else from what the exporter noted of the node."""
     name = _QUANTISED.sub("", str(weight.name))
-    if _WEIGHT.search(name):
+    noted = module_of(node)
+    # A weight that is tied to an embedding may have its name.
+    if _WEIGHT.search(name) and not (noted and any(use.node.op_type == "Gather" for use in weight.uses())):
         return _WEIGHT.sub("", name)
-    return module_of(node) or name
+    return noted or name
 
 
 def _with_own_modules(uses: Sequence[Use], modules: Mapping[str, str], who: str) -> list[Use]:
