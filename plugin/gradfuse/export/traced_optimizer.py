@@ -969,10 +969,11 @@ def _same(one: Any, other: Any, compared: frozenset[tuple[int, int]] = frozenset
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        return bool(one.dtype == other.dtype and one.shape == other.shape) and one.tobytes() == other.tobytes()
     if isinstance(one, torch.Generator):
         return same(one.get_state(), other.get_state())
-    if type(one).__eq__ is object.__eq__:
+    equality: Any = type(one).__eq__
+    if equality is object.__eq__:
         # A copy of such an object is never equal to it.
         return hasattr(one, "__dict__") and same(vars(one), vars(other))
     return bool(one == other) or (one != one and other != other)
