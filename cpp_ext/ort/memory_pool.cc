@@ -67,6 +67,7 @@ void* MemoryPool::Allocate(size_t bytes) {
     if (range->second >= bytes && (best == free_.end() || range->second < best->second)) best = range;
   }
   if (best == free_.end()) return nullptr;
+  trimmed_ = false;
   const auto [start, length] = *best;
   used_.emplace(start, bytes);
   if (length > bytes) free_.emplace_hint(std::next(best), start + bytes, length - bytes);
@@ -95,6 +96,7 @@ void MemoryPool::Free(void* memory) {
   } else {
     free_.emplace_hint(next, start, bytes);
   }
+  if (trimmed_) TrimTo(0);
 }
 
 void MemoryPool::Count(size_t start, size_t bytes, bool used) {
@@ -116,7 +118,12 @@ void MemoryPool::Count(size_t start, size_t bytes, bool used) {
 void MemoryPool::Trim() {
   const std::lock_guard<std::mutex> lock(mutex_);
   TrimTo(0);
+  trimmed_ = true;
 }
+
+void MemoryPool::Lock() { mutex_.lock(); }
+
+void MemoryPool::Unlock() { mutex_.unlock(); }
 
 void MemoryPool::TrimTo(size_t most) {
 #ifdef __linux__

@@ -32,8 +32,12 @@ class MemoryPool {
 
   bool Contains(const void* memory) const;
 
-  // Returns to the system what is not in use.
+  // Returns to the system what is not in use, and until the next value is allocated what is freed after that.
   void Trim();
+
+  // Around fork(): the child has the pool as it is, whatever other threads were about to do with it.
+  void Lock();
+  void Unlock();
 
   // Bytes in use, and bytes of memory that the pool holds, in use or not.
   size_t used();
@@ -61,6 +65,7 @@ class MemoryPool {
   size_t bytes_used_ = 0;
   size_t most_used_ = 0;
   size_t bytes_held_ = 0;
+  bool trimmed_ = false;  // since the last value was allocated
 };
 
 }  // namespace gradfuse::ort

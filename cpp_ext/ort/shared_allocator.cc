@@ -1,12 +1,14 @@
 #include "ort/shared_allocator.h"
 
 #ifdef __linux__
+#include <pthread.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #endif
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -22,10 +24,13 @@ constexpr char kUseEnvAllocators[] = "session.use_env_allocators";
 // From here on values are in the pool. The C library is good at smaller ones.
 constexpr size_t kLarge = size_t{64} << 10;
 // Addresses of the pool, as a multiple of the machine's memory: what is free between values takes addresses alone.
-constexpr size_t kAddresses = 4;
+constexpr size_t kAddresses = 2;
 
+// 0 where the process may not have any number of addresses: it would lack those of the pool elsewhere.
 size_t MachineMemory() {
 #ifdef __linux__
+  rlimit limit{};
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return 0;
   const auto pages = sysconf(_SC_PHYS_PAGES);
   const auto size = sysconf(_SC_PAGESIZE);
   if (pages > 0 && size > 0) return static_cast<size_t>(pages) * static_cast<size_t>(size);
@@ -33,11 +38,20 @@ size_t MachineMemory() {
   return 0;
 }
 
-// The pool of the process; null where there is none. Never destroyed: sessions may outlive static objects.
-MemoryPool* Pool() {
-  static MemoryPool* const pool = MemoryPool::Reserve(kAddresses * MachineMemory()).release();
-  return pool;
+std::mutex mutex;                         // for registering
+std::atomic<MemoryPool*> pool = nullptr;  // of the process; never destroyed: sessions may outlive static objects
+
+#ifdef __linux__
+void BeforeFork() {
+  mutex.lock();
+  if (pool != nullptr) pool.load()->Lock();
 }
+
+void AfterFork() {
+  if (pool != nullptr) pool.load()->Unlock();
+  mutex.unlock();
+}
+#endif
 
 // Large values of runs are in the pool. All else, and what does not fit, is of ONNX Runtime's own allocator, which also
 // reports that memory is out in the way that ONNX Runtime understands.
@@ -51,8 +65,8 @@ struct Allocator : OrtAllocator {
     // What a session keeps, such as packed weights.
     Reserve = [](OrtAllocator* self, size_t bytes) -> void* { return Others(self)->Alloc(Others(self), bytes); };
     Free = [](OrtAllocator* self, void* memory) {
-      if (Pool()->Contains(memory)) {
-        Pool()->Free(memory);
+      if (pool.load()->Contains(memory)) {
+        pool.load()->Free(memory);
       } else {
         Others(self)->Free(Others(self), memory);
       }
@@ -64,7 +78,7 @@ struct Allocator : OrtAllocator {
 
   static void* FromPool(size_t bytes) {
     try {
-      return Pool()->Allocate(bytes);
+      return pool.load()->Allocate(bytes);
     } catch (const std::bad_alloc&) {
       return nullptr;
     }
@@ -74,7 +88,8 @@ struct Allocator : OrtAllocator {
   OrtAllocator* others;
 };
 
-// Whether ONNX Runtime has taken the allocator, which it keeps for ever.
+// Gives the process a pool, and ONNX Runtime the allocator, which it keeps for ever. Whether it has taken it. It does
+// not tell whether sessions shared another allocator before, which it replaces.
 bool Register(const OrtApi& api) {
   OrtAllocator* others = nullptr;
   OrtMemoryInfo* info = nullptr;
@@ -85,6 +100,12 @@ bool Register(const OrtApi& api) {
     return false;
   }
   const Owned<OrtEnv> owner(env, api.ReleaseEnv);
+  auto made = MemoryPool::Reserve(kAddresses * MachineMemory());
+  if (made == nullptr) return false;
+#ifdef __linux__
+  if (pthread_atfork(BeforeFork, AfterFork, AfterFork) != 0) return false;
+#endif
+  pool = made.release();
   return Succeeded(api, api.RegisterAllocator(env, new Allocator(info, others)));
 }
 
@@ -96,13 +117,12 @@ void UseMemoryPool(const OrtApi& api, uint32_t version, OrtSessionOptions* optio
     ThrowIfError(api, api.HasSessionConfigEntry(options, entry, &found));
     return found != 0;
   };
-  if (version < kFirstWithPool || !has(kMemoryPoolEntry) || Pool() == nullptr) return;
-  static std::mutex mutex;
-  static auto& registered = *new std::map<const OrtApi*, bool>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto known = registered.find(&api);
-  if (known == registered.end()) known = registered.emplace(&api, Register(api)).first;
-  if (!known->second) return;
+  if (version < kFirstWithPool || !has(kMemoryPoolEntry)) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    static const bool is_registered = Register(api);
+    if (!is_registered) return;
+  }
   if (!has(kUseEnvAllocators)) ThrowIfError(api, api.AddSessionConfigEntry(options, kUseEnvAllocators, "1"));
 }
 
@@ -110,7 +130,7 @@ void UseMemoryPool(const OrtApi& api, uint32_t version, OrtSessionOptions* optio
 
 // Bytes that values have in the pool, and that the pool holds. If `trim` is not 0, it first returns what is free.
 extern "C" __attribute__((visibility("default"))) void gradfuse_memory_pool(int trim, uint64_t* used, uint64_t* held) {
-  auto* pool = gradfuse::ort::Pool();
+  auto* pool = gradfuse::ort::pool.load();
   if (pool != nullptr && trim != 0) pool->Trim();
   *used = pool == nullptr ? 0 : pool->used();
   *held = pool == nullptr ? 0 : pool->held();

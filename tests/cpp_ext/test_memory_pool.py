@@ -21,6 +21,7 @@ from packaging.version import Version
 import gradfuse
 
 CPP_EXT = Path(__file__).resolve().parents[2] / "cpp_ext"
+TESTS = Path(__file__).resolve().parents[1]
 MIB = 2**20
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or Version(onnxruntime.__version__) < Version("1.23"),
@@ -116,11 +117,26 @@ def test_a_value_that_no_machine_has_memory_for_is_an_error() -> None:
     assert session.run(None, {"x": np.ones(1, np.float32), "s": np.array([2**20])})[0] == 2**20
 
 
+class Hidden(torch.nn.Module):
+    """Returns its hidden layer too, which is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 2048), torch.nn.Linear(2048, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.tanh(self.first(x))
+        return self.last(h), h
+
+
 def test_training_sessions_return_their_memory() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.Tanh(), torch.nn.Linear(2048, 1))
-    x, y = torch.randn(4096, 64), torch.randn(4096, 1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    step = gradfuse.export_training_step(module, torch.nn.functional.mse_loss, ((x,), (y,)), optimizer)
+    module, x, y = Hidden(), torch.randn(4096, 64), torch.randn(4096, 1)
+    step = gradfuse.export_training_step(
+        module,
+        lambda results, target: (torch.nn.functional.mse_loss(results[0], target), {"h": results[1]}),
+        ((x,), (y,)),
+        torch.optim.SGD(module.parameters(), lr=0.01),
+    )
     trimmed = used_and_held(trim=True)[1]
     session = gradfuse.TrainingSession(step)
     losses = [float(session.step((x.numpy(),), (y.numpy(),))) for _ in range(2)]
@@ -129,3 +145,48 @@ def test_training_sessions_return_their_memory() -> None:
     del session
     gc.collect()
     assert used_and_held()[1] == trimmed
+
+
+_FORKS = """
+import ctypes, os, threading
+import numpy as np
+import gradfuse
+from cpp_ext.test_memory_pool import exp_of_product, run, used_and_held
+
+sessions = [exp_of_product(pool=True) for _ in range(2)]
+running = True
+def work(session):
+    while running:
+        run(session, 64)
+threads = [threading.Thread(target=work, args=(session,)) for session in sessions]
+for thread in threads:
+    thread.start()
+for _ in range(300):
+    child = os.fork()
+    if not child:
+        used_and_held(trim=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+running = False
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_a_process_may_fork_while_another_thread_runs_a_session() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(path) for path in (TESTS, TESTS / "support"))}
+    command = [sys.executable, "-W", "ignore", "-c", _FORKS]
+    assert subprocess.run(command, timeout=100, env=environment).returncode == 0
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_processes_with_few_addresses_do_without_the_pool(limited: bool) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33));" if limited else ""
+    program = f"""{limit}
+from cpp_ext.test_memory_pool import exp_of_product, run, used_and_held
+session = exp_of_product(pool=True)
+value = run(session, 512)
+assert (used_and_held()[0] == 0) == {limited}
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(path) for path in (TESTS, TESTS / "support"))}
+    assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == 0

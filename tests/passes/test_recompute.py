@@ -15,6 +15,7 @@ import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradfuse
 from gradfuse import ArgumentError, ModelError, TrainingSession, TrainingStep
@@ -151,3 +152,49 @@ def test_a_process_grows_by_what_is_predicted(tmp_path: Path, budget: float) -> 
     grown = float(subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True).stdout)
     assert step.recomputation is not None
     assert abs(grown - step.recomputation.after / 2**20) <= 0.1 * grown
+
+
+class Tied(nn.Module):
+    """Layers between an embedding and a head that has its weight: the batch's own classes are predicted at once."""
+
+    def __init__(self, *, wraps: bool) -> None:
+        super().__init__()
+        self.embed, self.wraps = nn.Embedding(97, WIDTH), wraps
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.wraps else layer(x))
+        return x @ self.embed.weight.T  # type: ignore[no-any-return]
+
+
+def test_float16_is_compared_on_another_batch_than_the_one_that_is_given() -> None:
+    def step_of(*, wraps: bool) -> TrainingStep:
+        torch.manual_seed(0)
+        module = Tied(wraps=wraps)
+        ids = torch.randint(0, 97, (8, 32))
+        return gradfuse.export_training_step(
+            module,
+            lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+            (ids, ids),
+            torch.optim.AdamW(module.parameters(), lr=1e-2),
+            autocast=torch.float16,
+            verify="quick",
+        )
+
+    results = []
+    ids, labels = np.random.default_rng(0).integers(0, 97, (2, 8, 32))
+    for step in (step_of(wraps=False), step_of(wraps=True)):
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        gradfuse.register(options)
+        session = onnxruntime.InferenceSession(step.model.SerializeToString(), options)
+        batch = {step.input_names[0]: ids, step.target_names[0]: labels}
+        names = [output.name for output in session.get_outputs()]
+        results.append(dict(zip(names, session.run(names, step.initial_values | batch), strict=True)))
+    for name, array in results[0].items():
+        np.testing.assert_array_equal(results[1][name], array, err_msg=name)

@@ -331,24 +331,32 @@ def test_all_gradients_are_there_before_a_norm_of_all_of_them_clips() -> None:
 
 
 def tied(
-    lookups: int, padding_idx: int | None = None, *, depth: int = 1, shape: tuple[int, int] = (5, 7), **options: Any
+    lookups: int,
+    padding_idx: int | None = None,
+    *,
+    depth: int = 1,
+    shape: tuple[int, int] = (5, 7),
+    width: int = SIDE,
+    decay: float = 0.0,
+    **options: Any,
 ) -> TrainingStep:
     """A step of a classifier whose weight is also that of `lookups` embeddings."""
 
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = torch.nn.Embedding(11, SIDE, padding_idx=padding_idx)
-            self.head = torch.nn.Linear(SIDE, 11, bias=False)
+            self.embed = torch.nn.Embedding(11, width, padding_idx=padding_idx)
+            self.head = torch.nn.Linear(width, 11, bias=False)
             self.head.weight = self.embed.weight
-            self.positions = torch.nn.Parameter(torch.zeros(shape[1], SIDE))
-            self.between = torch.nn.ModuleList(torch.nn.Linear(SIDE, SIDE) for _ in range(depth))
+            self.positions = torch.nn.Parameter(torch.zeros(shape[1], width))
+            self.between = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             x = self.positions + sum(self.embed(ids.roll(shift, 1)) for shift in range(lookups))
             for layer in self.between:
                 x = torch.tanh(layer(x))
-            return self.head(x)  # type: ignore[no-any-return]
+            x = self.head(x)
+            return x + decay * (self.head.weight**2).mean(1) if decay else x  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
     module = Tied()
@@ -368,10 +376,11 @@ def tied(
         (1, None, {}),
         (1, 3, {}),
         (2, None, {}),
+        (1, None, {"width": 1, "decay": 1.0}),
         # What is computed again waits for gradients, but not for those that are added.
         (1, None, {"depth": 16, "shape": (64, 32), "memory_budget": 0.8}),
     ],
-    ids=["one", "padding", "two", "budget"],
+    ids=["one", "padding", "two", "third term", "budget"],
 )
 def test_gradients_of_tied_embeddings_are_added_where_those_of_the_head_are(
     lookups: int, padding_idx: int | None, options: dict[str, Any]

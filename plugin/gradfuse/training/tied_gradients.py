@@ -65,7 +65,8 @@ def _replace(graph: ir.Graph, node: ir.Node, terms: Sequence[ir.Value]) -> None:
     for number, term in enumerate(terms[1:]):
         lookup = _lookup(term)
         if lookup is None:
-            added = ir.node("Add", [result, term])
+            # onnxruntime would make an Add behind a product part of it, and round otherwise.
+            added = ir.node("Sum", [result, term])
         else:
             attributes = {one: lookup.attributes[one] for one in _ATTRIBUTES if one in lookup.attributes}
             added = ir.node(ADD, [result, *lookup.inputs], attributes, domain=DOMAIN)
