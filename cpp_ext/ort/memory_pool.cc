@@ -15,40 +15,70 @@ constexpr size_t kAlignment = 4096;
 // What is returned at once: a huge page, as the system may give them without being asked.
 constexpr size_t kPage = size_t{2} << 20;
 constexpr size_t kSlack = 8 * kPage;
+// How many addresses are added at least.
+constexpr size_t kGrowth = 32 * kPage;
+// What lies between pools at least, as of two copies of the library.
+constexpr size_t kRoom = size_t{1} << 33;
+// No value is as long.
+constexpr size_t kMost = size_t{1} << 46;
 
 constexpr size_t RoundUp(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Bytes from an address to the next page.
-size_t Padding(const void* start) {
-  const auto address = reinterpret_cast<uintptr_t>(start);
-  return RoundUp(address, kPage) - address;
+#ifdef __linux__
+// Maps addresses, without memory as yet, from `wanted` on or nowhere; if it is null, where the system likes. Null where
+// that is not possible.
+unsigned char* Map(unsigned char* wanted, size_t bytes) {
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+#ifdef MAP_FIXED_NOREPLACE
+  if (wanted != nullptr) flags |= MAP_FIXED_NOREPLACE;
+#endif
+  void* found = mmap(wanted, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (found == MAP_FAILED) return nullptr;
+  if (wanted == nullptr || found == wanted) return static_cast<unsigned char*>(found);
+  munmap(found, bytes);
+  return nullptr;
 }
+#endif
 
 }  // namespace
 
-std::unique_ptr<MemoryPool> MemoryPool::Reserve(size_t bytes) {
+std::unique_ptr<MemoryPool> MemoryPool::Create() {
 #ifdef __linux__
-  if (bytes == 0) return nullptr;
-  const size_t mapped = RoundUp(bytes, kPage) + kPage;
-  void* mapping = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapping != MAP_FAILED) return std::unique_ptr<MemoryPool>(new MemoryPool(mapping, mapped));
-#else
-  static_cast<void>(bytes);
+  // The system maps from the top of the addresses down, so that there is room to grow in the middle.
+  unsigned char* top = Map(nullptr, kPage);
+  if (top == nullptr) return nullptr;
+  munmap(top, kPage);
+  const uintptr_t distance = reinterpret_cast<uintptr_t>(top) / 64 / kRoom * kRoom;
+  for (uintptr_t place = 32; place < 40 && distance > 0; ++place) {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): an address that nothing has as yet
+    unsigned char* base = Map(reinterpret_cast<unsigned char*>(place * distance), kGrowth);
+    if (base != nullptr) return std::unique_ptr<MemoryPool>(new MemoryPool(base));
+  }
 #endif
   return nullptr;
 }
 
-MemoryPool::MemoryPool(void* mapping, size_t mapped)
-    : mapping_(mapping),
-      mapped_(mapped),
-      base_(static_cast<unsigned char*>(mapping) + Padding(mapping)),
-      size_(mapped - kPage) {
-  free_.emplace(0, size_);
-}
+MemoryPool::MemoryPool(unsigned char* base) : base_(base), size_(kGrowth) { free_.emplace(0, kGrowth); }
 
 MemoryPool::~MemoryPool() {
 #ifdef __linux__
-  munmap(mapping_, mapped_);
+  munmap(base_, size_);
+#endif
+}
+
+bool MemoryPool::Grow(size_t bytes) {
+#ifdef __linux__
+  // What is free at the end is part of it.
+  const size_t size = size_;
+  const auto last = free_.empty() ? free_.end() : std::prev(free_.end());
+  const size_t start = last != free_.end() && last->first + last->second == size ? last->first : size;
+  const size_t more = RoundUp(std::max(bytes - (size - start), kGrowth), kPage);
+  if (Map(base_ + size, more) == nullptr) return false;
+  free_[start] = size + more - start;
+  size_ = size + more;
+  return true;
+#else
+  return bytes == 0;
 #endif
 }
 
@@ -58,7 +88,7 @@ bool MemoryPool::Contains(const void* memory) const {
 }
 
 void* MemoryPool::Allocate(size_t bytes) {
-  if (bytes > size_) return nullptr;
+  if (bytes > kMost) return nullptr;
   bytes = std::max(RoundUp(bytes, kAlignment), kAlignment);
   const std::lock_guard<std::mutex> lock(mutex_);
   // The shortest that is long enough. There are few: what is free is joined.
@@ -66,7 +96,10 @@ void* MemoryPool::Allocate(size_t bytes) {
   for (auto range = free_.begin(); range != free_.end(); ++range) {
     if (range->second >= bytes && (best == free_.end() || range->second < best->second)) best = range;
   }
-  if (best == free_.end()) return nullptr;
+  if (best == free_.end()) {
+    if (!Grow(bytes)) return nullptr;
+    best = std::prev(free_.end());
+  }
   trimmed_ = false;
   const auto [start, length] = *best;
   used_.emplace(start, bytes);
@@ -119,6 +152,22 @@ void MemoryPool::Trim() {
   const std::lock_guard<std::mutex> lock(mutex_);
   TrimTo(0);
   trimmed_ = true;
+#ifdef __linux__
+  // Addresses as well, as far as nothing is behind them.
+  if (free_.empty()) return;
+  const auto last = std::prev(free_.end());
+  const auto [start, length] = *last;
+  const size_t end = std::max(RoundUp(start, kPage), kGrowth);
+  if (start + length < size_ || end >= size_) return;
+  munmap(base_ + end, size_ - end);
+  size_ = end;
+  pages_.resize(std::min(pages_.size(), end / kPage));
+  if (end > start) {
+    last->second = end - start;
+  } else {
+    free_.erase(last);
+  }
+#endif
 }
 
 void MemoryPool::Lock() { mutex_.lock(); }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -8,8 +9,9 @@
 
 namespace gradfuse::ort {
 
-// Memory for the values of runs, in one range of addresses. What is free is given out again, to values of any size that
-// fit. What the pool holds beyond the most that was in use at once goes back to the system, but for 16 MiB.
+// Memory for the values of runs, in one range of addresses, which grows. What is free is given out again, to values of
+// any size that fit. What the pool holds beyond the most that was in use at once goes back to the system, but for 16
+// MiB.
 //
 // ONNX Runtime's arena gets memory in pieces that are never joined, and keeps them: values of many sizes leave much of
 // it unused. Without the arena each large value is new from the system, which has to clear it.
@@ -17,14 +19,15 @@ namespace gradfuse::ort {
 // All functions may be called by several threads at once.
 class MemoryPool {
  public:
-  // A pool in a range of `bytes` addresses, none of them with memory yet; null where the system has no such range.
-  static std::unique_ptr<MemoryPool> Reserve(size_t bytes);
+  // A pool without memory, for as many values as the system then has addresses for; null where it has none.
+  static std::unique_ptr<MemoryPool> Create();
 
   MemoryPool(const MemoryPool&) = delete;
   MemoryPool& operator=(const MemoryPool&) = delete;
   ~MemoryPool();
 
-  // Aligned to 4,096 bytes; null where nothing free is long enough.
+  // Aligned to 4,096 bytes; null where nothing free is long enough, and the system has no more addresses behind the
+  // pool's, as where they are limited.
   void* Allocate(size_t bytes);
 
   // `memory` is from Allocate.
@@ -44,20 +47,19 @@ class MemoryPool {
   size_t held();
 
  private:
-  MemoryPool(void* mapping, size_t mapped);
+  explicit MemoryPool(unsigned char* base);
 
   struct Page {
     size_t used = 0;  // bytes
     bool held = false;
   };
 
+  bool Grow(size_t bytes);
   void Count(size_t start, size_t bytes, bool used);
   void TrimTo(size_t most);
 
-  void* const mapping_;
-  const size_t mapped_;
   unsigned char* const base_;
-  const size_t size_;
+  std::atomic<size_t> size_;  // of the range
   std::mutex mutex_;
   std::map<size_t, size_t> used_;  // sizes by offset, as the next
   std::map<size_t, size_t> free_;

@@ -2,8 +2,6 @@
 
 #ifdef __linux__
 #include <pthread.h>
-#include <sys/resource.h>
-#include <unistd.h>
 #endif
 
 #include <atomic>
@@ -23,21 +21,6 @@ constexpr uint32_t kFirstWithPool = 23;
 constexpr char kUseEnvAllocators[] = "session.use_env_allocators";
 // From here on values are in the pool. The C library is good at smaller ones.
 constexpr size_t kLarge = size_t{64} << 10;
-// Addresses of the pool, as a multiple of the machine's memory: what is free between values takes addresses alone.
-constexpr size_t kAddresses = 2;
-
-// 0 where the process may not have any number of addresses: it would lack those of the pool elsewhere.
-size_t MachineMemory() {
-#ifdef __linux__
-  rlimit limit{};
-  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return 0;
-  const auto pages = sysconf(_SC_PHYS_PAGES);
-  const auto size = sysconf(_SC_PAGESIZE);
-  if (pages > 0 && size > 0) return static_cast<size_t>(pages) * static_cast<size_t>(size);
-#endif
-  return 0;
-}
-
 std::mutex mutex;                         // for registering
 std::atomic<MemoryPool*> pool = nullptr;  // of the process; never destroyed: sessions may outlive static objects
 
@@ -100,7 +83,7 @@ bool Register(const OrtApi& api) {
     return false;
   }
   const Owned<OrtEnv> owner(env, api.ReleaseEnv);
-  auto made = MemoryPool::Reserve(kAddresses * MachineMemory());
+  auto made = MemoryPool::Create();
   if (made == nullptr) return false;
 #ifdef __linux__
   if (pthread_atfork(BeforeFork, AfterFork, AfterFork) != 0) return false;

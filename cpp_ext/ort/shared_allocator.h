@@ -10,8 +10,7 @@ namespace gradfuse::ort {
 constexpr char kMemoryPoolEntry[] = "gradfuse.memory_pool";
 
 // Lets sessions of `options` take memory from the pool if they have the entry, whatever its value. They stay as they
-// are where there is none: before version 23 of ONNX Runtime's API, on other systems than Linux, and where addresses
-// are limited.
+// are before version 23 of ONNX Runtime's API, and on other systems than Linux.
 void UseMemoryPool(const OrtApi& api, uint32_t version, OrtSessionOptions* options);
 
 }  // namespace gradfuse::ort
