@@ -222,7 +222,7 @@ class Average:
     """Averages of the parameters that a step trains: `torch.optim.swa_utils.AveragedModel`.
 
     Attributes:
-        start: after how many updates of the optimizer averaging begins.
+        start: after how many updates of the step averaging begins; those that the optimizer did before do not count.
         every: only the last of this many updates is averaged.
 
     Raises:

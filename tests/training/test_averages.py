@@ -96,6 +96,28 @@ def test_updates_that_are_skipped_are_not_averaged() -> None:
     assert count == session.ort_values["step"].numpy() < len(data)
 
 
+@pytest.mark.parametrize(
+    "kind, options",
+    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}), (torch.optim.NAdam, {})],
+)
+def test_averages_begin_after_updates_of_the_step(kind: Any, options: dict[str, Any]) -> None:
+    """Those that the optimizer did before do not count: not every optimizer knows them."""
+    torch.manual_seed(0)
+    module, (first, *data) = Mlp(), batches(6, 3)
+    optimizer = kind(module.parameters(), lr=0.05, **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(module(first[0]), first[1]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    average = optimizers.SWA(start=1, every=2)
+    session = TrainingSession(export_training_step(module, F.cross_entropy, first, optimizer, average=average))
+    counts = []
+    for batch in data:
+        session.step(*batch)
+        counts.append(int(session.ort_values["n_averaged"].numpy()))
+    assert counts == [0, 0, 1, 1, 2]
+
+
 def test_steps_from_onnx_average_as_well(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, data = Mlp(), batches(6, 3)

@@ -456,7 +456,11 @@ def test_frozen_parameters_of_an_optimizer_are_left_alone(kind: Callable[..., to
         (replaced, {}, "optimizer.step is replaced in the object; expected the step of its class"),
         (of_no_use, {}, "the loss depends on no parameter of the optimizer; expected at least one"),
         (lambda m: thawed(ADAM, m), {}, "has updated 'last.weight' 0 times and 'first.weight' 1 times; expected one"),
-        (lambda m: thawed(SGD, m, momentum=0.9, dampening=0.5), {}, "'last.weight' 0 times and 'first.weight' 1 times"),
+        (
+            lambda m: thawed(SGD, m, momentum=0.9, dampening=0.5),
+            {},
+            "'last.weight' 0 times and 'first.weight' at least",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_refused(make: Any, options: dict[str, Any], message: str) -> None:

@@ -71,6 +71,32 @@ def test_updates_are_those_of_torch(make: Any, fuse: bool) -> None:
     assert_trained(session.state_dict(), native, exact, len(data))
 
 
+def test_a_step_begins_where_optimizers_are_of_which_some_count_no_steps() -> None:
+    """SGD knows only whether its buffers have begun, AdamW how often it has stepped."""
+
+    def make(module: nn.Module) -> Sequence[optim.Optimizer]:
+        matrices, vectors = parts(module)
+        return optim.SGD(vectors, lr=0.1, momentum=0.9, dampening=0.5), optim.AdamW(matrices, lr=0.02)
+
+    torch.manual_seed(0)
+    module, data = Mlp(), batches(8, 3)
+    twin, ours = copy.deepcopy(module).double(), None
+    for one in (module, twin):
+        every = make(one)
+        for index, (x, y) in enumerate(data):
+            if index == 3 and one is module:
+                ours = TrainingSession(export_training_step(module, F.cross_entropy, data[0], every, evaluation=False))
+            for optimizer in every:
+                optimizer.zero_grad()
+            F.cross_entropy(one(x.to(one.first.weight.dtype)), y).backward()  # type: ignore[no-untyped-call]
+            for optimizer in every:
+                optimizer.step()
+    assert ours is not None
+    for batch in data[3:]:
+        ours.step(*batch)
+    assert_trained(ours.state_dict(), module, twin, len(data))
+
+
 def test_patterns_divide_the_parameters_of_an_onnx_model() -> None:
     torch.manual_seed(0)
     module, data = Mlp(), batches(len(RATES), 3)

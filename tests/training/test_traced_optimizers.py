@@ -53,16 +53,16 @@ class PlainAdam(Own):
 
 
 class Lookahead(Own):
-    """Has branches on the count, and state that begins as the parameter."""
+    """Has branches on the count, state that begins as the parameter, and `.data`, as in code of old."""
 
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if "slow" not in state:
             state["slow"], state["n"] = p.clone(), 0
         state["n"] += 1
         rate = group["lr"] * state["n"] / 4 if state["n"] < 4 else max(group["lr"] * 0.5, group["lr"] / state["n"])
-        p.sub_(g * rate)
+        p.data.sub_(g.data * rate)
         if state["n"] % 3 == 0:
-            p.copy_(state["slow"].lerp_(p, 0.5))
+            p.data = state["slow"].data.lerp_(p.data, 0.5).clone()
 
 
 class Lamb(Own):
@@ -79,6 +79,29 @@ class Lamb(Own):
         state["v"].mul_(0.99).addcmul_(g, g, value=0.01)
         update = state["m"] / (1 - state["product"]) / ((state["v"] / (1 - 0.99 ** state["t"])).sqrt() + 1e-6)
         p.sub_(group["lr"] * (p.norm() / update.norm()).clamp(max=0.5) * update)
+
+
+class ScheduleFree(Own):
+    """Keeps in the parameter group what it counts and sums."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, weight_sum=0.0, largest=-1.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            rate = group["lr"] * min(group["k"] / 5, 1.0)
+            group["largest"] = max(rate, group["largest"])
+            weight = group["k"] ** 0.5 * group["largest"] ** 2
+            group["weight_sum"] += weight
+            share = weight / group["weight_sum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, weight=share).add_(p.grad, alpha=rate * (0.9 * (1 - share) - 1))
+                z.sub_(p.grad, alpha=rate)
 
 
 class OfLists(Own):
@@ -121,8 +144,9 @@ VARIANTS: dict[str, MakeOptimizer] = {
     "lookahead": lambda m: Lookahead(m.parameters()),
     "lamb": lambda m: Lamb(m.parameters()),
     "of_lists": lambda m: OfLists(m.parameters()),
+    "schedule_free": lambda m: ScheduleFree(groups(m)),
 }
-QUICK = {"radam", "lookahead"}
+QUICK = {"radam", "lookahead", "schedule_free"}
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("RMSprop", {"lr": 0.01, "momentum": 0.8, "centered": True, "weight_decay": 0.1, "alpha": 0.9}),
     ("Adagrad", {"lr": 0.05, "lr_decay": 0.1, "maximize": True}),
@@ -134,7 +158,7 @@ RULES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     "name, begun",
     [
-        pytest.param(name, begun, marks=() if name in QUICK and begun == (name == "radam") else pytest.mark.long)
+        pytest.param(name, begun, marks=() if name in QUICK and begun == (name != "lookahead") else pytest.mark.long)
         for name in VARIANTS
         for begun in (False, True)
     ],
@@ -243,6 +267,35 @@ class CountsInGroup(Own):
         p.sub_(g * group["lr"] / group["k"])
 
 
+class ChangesOption(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        group["lr"] *= 0.9
+        p.sub_(g * group["lr"])
+
+
+class LeansOnOthers(Own):
+    """Takes from the second update on what others left in the group."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, scale=1.0)
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g * group["lr"] * group["scale"])
+        if p.dim() == 1:
+            group["scale"] *= 0.5
+
+
+class ChangesOptionLater(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            if group["k"] == 50:
+                group["warm"] = True
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] * (0.5 if group.get("warm") else 1.0))
+
+
 class CountsSometimes(Own):
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.setdefault("t", 0)
@@ -347,7 +400,11 @@ class NoRate(Own):
         (CountsElsewhere, "its step changes its attribute 'counter'; expected changes of state alone"),
         (ByIdentity, "its step updates 'first.weight' otherwise than a copy of it"),
         (ByAttribute, "its step updates 'first.weight' otherwise than a copy of it"),
-        (CountsInGroup, "its step changes the option 'k' of its parameter group"),
+        (CountsInGroup, "its step updates 'first.weight' otherwise when it has other parameters besides"),
+        (ChangesOption, "its step changes the option 'lr' of its parameter group; expected changes of state and"),
+        (LeansOnOthers, "its step updates 'first.weight' otherwise when it has other parameters besides"),
+        (ChangesOptionLater, "its step changes the option 'warm' of its parameter group in later steps; expected"),
+        (lambda p: OfLists(p, None), "the lr of parameter group 0 is None; expected a number"),  # type: ignore[arg-type]
         (CountsSometimes, "its step does not always add 1 to the state 't'"),
         (BeginsLater, "its step changes the state 'mean' in later steps only"),
         (Lists, "state 'history' of 'first.weight' is list; expected tensors and numbers"),

@@ -85,6 +85,7 @@ def described(
     whole = Optimizer(
         groups=tuple(group for part in parts for group in part.groups),
         steps={name: done for part in parts for name, done in part.steps.items()},
+        begun=frozenset(name for part in parts for name in part.begun),
         state={name: array for part in parts for name, array in part.state.items()},
         traced={name: rule for part in parts for name, rule in part.traced.items()},
         eight_bit={name: shape for part in parts for name, shape in part.eight_bit.items()},
@@ -144,18 +145,18 @@ def _described(optimizer: Any, names: Mapping[int, str], float64: bool, run_time
                 f"expected True, or torch.optim.{', '.join(sorted(one.__name__ for one in _ALGORITHMS))}"
             )
         traced = traced_optimizer.traced(optimizer, names, run_time)
-        return dataclasses.replace(description, traced=traced.rules, state=traced.state, steps=traced.steps)
-    state, steps = _state(optimizer, names, description)
-    return dataclasses.replace(description, state=state, steps=steps)
+        return dataclasses.replace(
+            description, traced=traced.rules, state=traced.state, steps=traced.steps, begun=traced.begun
+        )
+    return _with_state(description, optimizer, names)
 
 
-def _state(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], description: Optimizer
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return `<parameter>.<state>` -> array, and parameter -> number of steps."""
+def _with_state(description: Optimizer, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Optimizer:
+    """Return the description with the state and the numbers of steps that the optimizer has."""
     known = description.state_names()
     state: dict[str, Any] = {}
     steps: dict[str, int] = {}
+    begun = set()
     for parameter, entries in optimizer.state.items():
         if not parameter.requires_grad:
             continue
@@ -164,9 +165,9 @@ def _state(
         if entries.get("step") is not None:
             steps[name] = int(entries["step"])
         elif entries.get("momentum_buffer") is not None:
-            # SGD counts no steps; all that matters is that the first one is done.
-            steps[name] = 1
-    return state, steps
+            # SGD counts no steps.
+            begun.add(name)
+    return dataclasses.replace(description, state=state, steps=steps, begun=frozenset(begun))
 
 
 def _plain(value: Any) -> Any:

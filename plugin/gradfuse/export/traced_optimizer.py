@@ -15,8 +15,8 @@ import functools
 import inspect
 import math
 import numbers
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from gradfuse.errors import ExportError
-from gradfuse.export import explaining, narrow_types, onnx_model, tracing
+from gradfuse.export import explaining, narrow_types, onnx_model, traced_functions, tracing
 from gradfuse.export.reporting import WHO, quiet, refusal
 from gradfuse.export.simplifying import simplify
 from gradfuse.models.arrays import to_numpy
@@ -45,6 +45,8 @@ _IMPLEMENTATION = {"foreach": False, "fused": None, "capturable": False}
 """Options that choose an implementation alone, and the one that is traced."""
 _OWN = ("state", "param_groups")
 """Attributes of an optimizer that each twin has for itself."""
+_OF_GROUP = "group_"
+"""Begins the names of the numbers that an optimizer keeps in the parameter group, as states of each parameter."""
 _RESERVED = frozenset((ACCUMULATED_GRADIENT, AVERAGE, *(one[1:] for one in (GRADIENT_SUFFIX, UPDATED_SUFFIX))))
 """What follows a parameter's name in inputs and outputs of a step already."""
 aten = torch.ops.aten
@@ -57,12 +59,14 @@ class Traced:
     Attributes:
         rules: parameter -> its rule.
         state: `<parameter>.<state>` -> array, where it is not zeros.
-        steps: parameter -> the number of steps done.
+        steps: parameter -> the number of steps done, where its state counts them.
+        begun: the other parameters that have a state.
     """
 
     rules: Mapping[str, Rule]
     state: Mapping[str, Any]
     steps: Mapping[str, int]
+    begun: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,10 +92,26 @@ def traced(optimizer: torch.optim.Optimizer, names: Mapping[int, str], run_time:
         ExportError: its step cannot be exported: the text says why.
     """
     _require_traceable(optimizer)
+    changing: dict[int, set[str]] = defaultdict(set)
+    while True:
+        try:
+            return _traced(optimizer, names, run_time, changing)
+        except _ChangesNumberError as error:
+            changing[error.index].add(error.option)
+
+
+def _traced(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    run_time: Sequence[str],
+    changing: Mapping[int, Collection[str]],
+) -> Traced:
+    """Trace the step of an optimizer that changes some options of groups, whether in the first steps or later."""
     kinds: dict[Any, _Kind] = {}
     of: dict[str, _Kind] = {}
     state: dict[str, Any] = {}
     steps: dict[str, int] = {}
+    begun = set()
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if not parameter.requires_grad:
@@ -105,20 +125,41 @@ def traced(optimizer: torch.optim.Optimizer, names: Mapping[int, str], run_time:
                 )
             key = index, tuple(parameter.shape), parameter.dtype, parameter.device, _signature(held)
             if key not in kinds:
-                kinds[key] = _Kind.of(optimizer, index, parameter, name)
+                kinds[key] = _Kind.of(optimizer, index, parameter, name, changing.get(index, ()))
             kind = of[name] = kinds[key]
             begin = kind.begin | held
-            state |= {f"{name}.{one}": _array(begin[one]) for one in kind.states if one in begin}
-            counts = {int(begin[one]) for one in kind.counters} or {1 if held else 0}
+            # Some begin with a number where a tensor will be.
+            state |= {
+                f"{name}.{one}": _array(begin[one]).astype(own.dtype.numpy(), copy=False)
+                for one, own in kind.states.items()
+                if one in begin
+            }
+            counts = {int(begin[one]) for one in kind.counters}
             if len(counts) > 1:
                 raise _refused(optimizer, f"its counters of {name!r} differ; expected one number of steps")
-            (steps[name],) = counts
+            if counts:
+                (steps[name],) = counts
+            elif held:
+                begun.add(name)
     if len(of) > 1:
         _require_separate(optimizer, {kind: name for name, kind in of.items()}, names)
     rules = dict(zip(kinds.values(), _rules(optimizer, list(kinds.values()), run_time), strict=True))
     if not _is_of_torch(optimizer):
         _require_by_value(optimizer, names)
-    return Traced({name: rules[kind] for name, kind in of.items()}, state, steps)
+    return Traced({name: rules[kind] for name, kind in of.items()}, state, steps, frozenset(begun))
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return the state of the only parameter of a twin, and the numbers in its group."""
+    (group,) = optimizer.param_groups
+    kept = {_OF_GROUP + key: value for key, value in group.items() if _is_number(value)}
+    return kept | dict(optimizer.state[parameter])
+
+
+def divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state that a parameter has itself, and the options that its group keeps."""
+    own = {key: value for key, value in state.items() if not key.startswith(_OF_GROUP)}
+    return own, {key.removeprefix(_OF_GROUP): value for key, value in state.items() if key not in own}
 
 
 def twin(
@@ -159,7 +200,8 @@ class _Kind:
         index: their parameter group.
         like: one of them.
         held: the names of the state that they have.
-        begin: what more they begin with, by name: what the optimizer makes in the first step, before it uses it.
+        begin: what more they begin with, by name: what the optimizer makes in the first step, before it uses it, and
+            numbers of the parameter group.
         constants: state that no step changes.
         states: the names of tensors and numbers that steps change -> their types.
         numbers: those of them that are numbers of Python.
@@ -180,10 +222,12 @@ class _Kind:
     first_differs: bool
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, index: int, parameter: Tensor, name: str) -> _Kind:
-        """Find out by a few steps of copies which state a parameter gets."""
+    def of(
+        cls, optimizer: torch.optim.Optimizer, index: int, parameter: Tensor, name: str, changing: Collection[str]
+    ) -> _Kind:
+        """Find out by a few steps of copies which state a parameter gets; `changing` are options known to change."""
         held = _held(optimizer, parameter)
-        probe = functools.partial(_Probe.of, optimizer, index, parameter)
+        probe = functools.partial(_Probe.of, optimizer, index, parameter, changing=changing)
         first = probe(held)
         others = probe(held, seed=1), probe(held, faster=0.5), probe(held, moved=0.5)
         # What is not put in under its name, as by a copy of the dictionary, begins in an unknown way.
@@ -191,17 +235,23 @@ class _Kind:
         fixed = is_seen and all(_same(first.begun, one.begun) for one in others)
         begin = first.begun if fixed else {}
         first_differs = not fixed or not _same(probe(held | begin).after[0], first.after[0])
+        there = (key for key, value in optimizer.param_groups[index].items() if value is not None)
         constants, states, counters = {}, {}, []
         for key, last in first.after[-1][1].items():
             what = f"state {key!r} of {name!r}"
-            if not isinstance(key, str) or key in _RESERVED:
+            is_taken = key in _RESERVED or (key in held and str(key).startswith(_OF_GROUP))
+            if not isinstance(key, str) or is_taken:
                 raise _refused(optimizer, f"{what} has a name that the step needs; expected another one")
             values: list[Any] = [(held | first.begun).get(key), *(after.get(key) for _, after in first.after)]
-            if all(_is_number(one) for one in values) and _counts(values):
+            if all(one.counts(key, held) for one in (first, *others)):
                 if values[0] < 0 or int(values[0]) != values[0]:
                     raise _refused(optimizer, f"{what} is {float(values[0])}; expected a count from 0 on")
                 counters.append(key)
-            elif isinstance(last, Tensor) or (_is_number(last) and not all(_same(one, last) for one in values[1:])):
+            elif (
+                isinstance(last, Tensor)
+                or key.startswith(_OF_GROUP)
+                or (_is_number(last) and not all(_same(one, last) for one in values[1:]))
+            ):
                 if not all(_is_tensor_or_number(one) and _type(one) == _type(last) for one in values[1:]):
                     raise _refused(optimizer, f"{what} changes its shape or type; expected neither")
                 states[key] = _type(last)
@@ -214,7 +264,7 @@ class _Kind:
         return cls(
             index=index,
             like=parameter,
-            held=frozenset(held),
+            held=frozenset(held) | {_OF_GROUP + key for key in there if _OF_GROUP + key in first.begun},
             begin={key: one for key, one in first.begun.items() if key in kept},
             constants=constants,
             states=states,
@@ -250,6 +300,10 @@ class _Probe:
     begun: dict[str, Any]
     after: list[tuple[Tensor, dict[str, Any]]]
 
+    def counts(self, key: str, held: Mapping[str, Any]) -> bool:
+        """Tell whether each step added 1 to a number, which was there or was put there."""
+        return _counts([(dict(held) | self.begun).get(key), *(state.get(key) for _, state in self.after)])
+
     @classmethod
     def of(
         cls,
@@ -258,6 +312,7 @@ class _Probe:
         parameter: Tensor,
         held: Mapping[str, Any],
         *,
+        changing: Collection[str],
         seed: int = 0,
         faster: float = 0.0,
         moved: float = 0.0,
@@ -267,30 +322,47 @@ class _Probe:
         rate = float(optimizer.param_groups[index]["lr"]) + faster
         other = twin(optimizer, {index: [tensor]}, {}, {index: rate})
         other.state = _States(_Watched)
-        if held:
-            other.state[tensor] = _Watched(copy.deepcopy(dict(held)))
+        own, of_group = divided(copy.deepcopy(dict(held)))
+        if own:
+            other.state[tensor] = _Watched(own)
+        group = other.param_groups[0]
+        group.update(of_group)
         options, attributes = (
-            {key: _copy_of(value) for key, value in _unowned(of).items()} for of in (other.param_groups[0], vars(other))
+            {key: _copy_of(value) for key, value in _unowned(of).items()} for of in (group, vars(other))
         )
-        after = []
+        after, numbers = [], []
         for _ in range(_PROBED):
             tensor.grad = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
             take_step(optimizer, other)
-            after.append((tensor.detach().clone(), copy.deepcopy(dict(other.state[tensor]))))
-        for what, before, now in (
-            ("the option {!r} of its parameter group", options, _unowned(other.param_groups[0])),
-            ("its attribute {!r}", attributes, _unowned(vars(other))),
-        ):
-            for key, value in now.items():
-                if not _same(before.get(key), value):
-                    raise _refused(optimizer, f"its step changes {what.format(key)}; expected changes of state alone")
+            state = copy.deepcopy(dict(other.state[tensor]))
+            after.append((tensor.detach().clone(), state))
+            numbers.append({key: _copy_of(value) for key, value in _unowned(group).items()})
+        for key, value in _unowned(vars(other)).items():
+            if not _same(attributes.get(key), value):
+                raise _refused(optimizer, f"its step changes its attribute {key!r}; expected changes of state alone")
+        there = {}
+        for key in _unowned(group):
+            values: list[Any] = [options.get(key), *(one.get(key) for one in numbers)]
+            if key not in changing and all(_same(values[0], one) for one in values[1:]):
+                continue
+            if values[0] is None and _counts([0, *values[1:]]):
+                values[0] = values[1] - 1
+            if key == "lr" or not all(map(_is_number, values)):
+                raise _refused(
+                    optimizer,
+                    f"its step changes the option {key!r} of its parameter group; expected changes of state and of "
+                    "numbers alone",
+                )
+            there[_OF_GROUP + key] = values[0]
+            for (_, state), one in zip(after, values[1:], strict=True):
+                state[_OF_GROUP + key] = one
         begun = {key: value for key, value in other.state[tensor].begun.items() if value is not None}
         for key, value in begun.items():
             counted = [state.get(key) for _, state in after]
-            if all(map(_is_number, [value, *counted])) and value == counted[0] and _counts([0, *counted]):
+            if _is_number(value) and value == counted[0] and _counts([0, *counted]):
                 # `state.get(key, 0) + 1` was put there.
                 begun[key] = value - 1
-        return cls(begun, after)
+        return cls(begun | there, after)
 
 
 class _Watched(dict[str, Any]):
@@ -334,6 +406,18 @@ class _CannotTraceError(Exception):
     """The code of a step does something that no graph can."""
 
 
+class _ChangesNumberError(Exception):
+    """A step changes an option of a parameter group, a number, which the first steps did not."""
+
+    def __init__(self, index: int, option: str) -> None:
+        super().__init__(option)
+        self.index, self.option = index, option
+
+
+_OF_DATA = {func: traced_functions.INSTEAD[func] for func in (Tensor.data.__get__, Tensor.data.__set__)}  # type: ignore[attr-defined]
+"""Reading and setting `.data`, which torch.export does not see."""
+
+
 class _Numbers(TorchFunctionMode):
     """Lets tensors of shape () stand for what Python computes with numbers, and answers what the code asks of tensors.
 
@@ -358,6 +442,8 @@ class _Numbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _OF_DATA:
+            return _OF_DATA[func](*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__bool__":
             asked = len(self.conditions)
@@ -642,11 +728,24 @@ class _Trace:
             tensor = self.parameter.clone()
             tensor.grad = self.gradient.clone()
             rates = {kind.index: python.number(self.rate.clone())}
-            other = twin(self.optimizer, {kind.index: [tensor]}, {tensor: state}, rates)
+            own, of_group = divided(state)
+            other = twin(self.optimizer, {kind.index: [tensor]}, {tensor: own}, rates)
             numbers = {place: python.number(one.clone()) for place, one in self.options.items()}
-            other.param_groups[0].update(_joined(numbers))
+            (group,) = other.param_groups
+            group.update(_joined(numbers) | of_group)
+            before = dict(group)
             other.step()
             after = dict(other.state[tensor])
+        for key, value in group.items():
+            if _OF_GROUP + key in given:
+                after[_OF_GROUP + key] = value
+            elif key != "params" and not _same(value, before.get(key)):
+                if key != "lr" and (key, None) not in self.options and _is_number(before.get(key)):
+                    raise _ChangesNumberError(kind.index, key)
+                raise _CannotTraceError(
+                    f"changes the option {key!r} of its parameter group in later steps; expected changes of numbers "
+                    "alone"
+                )
         known = {*kind.counters, *kind.states, *kind.constants}
         for key, value in after.items():
             if key not in known or (key in kind.constants and not _same(value, kind.constants[key])):
@@ -678,6 +777,8 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], run_time: S
     try:
         with torch.no_grad(), quiet(), _replaced(math, _of_tensors()), _replaced(torch.compiler, _AS_IF_RUN):
             program = torch.export.export(_Steps(optimizer, kinds, places), arguments, strict=False)
+    except _ChangesNumberError:
+        raise
     except _CannotTraceError as error:
         raise _refused(optimizer, f"its step {error}") from error
     except Exception as error:
@@ -795,6 +896,8 @@ def _require_traceable(optimizer: torch.optim.Optimizer) -> None:
     for index, group in enumerate(optimizer.param_groups):
         if "lr" not in group:
             raise _refused(optimizer, f"parameter group {index} has no option 'lr'; expected the learning rate there")
+        if group["lr"] is None:
+            raise _refused(optimizer, f"the lr of parameter group {index} is None; expected a number")
     for key, value in _unowned(vars(optimizer)).items():
         if _holds_tensors(value):
             raise _refused(optimizer, f"it has tensors in its attribute {key!r}; expected them in its state")
@@ -816,18 +919,30 @@ def _require_separate(
         one = like.detach().clone().requires_grad_()
         one.grad = None if like.grad is None else like.grad.clone()
         other = twin(optimizer, {kind.index: [one]}, {one: copy.deepcopy(states[like])}, rates)
-        take_step(optimizer, other)
-        alone[kind] = one.detach(), dict(other.state[one])
-    whole = twin(optimizer, _groups(optimizer, copies), states, rates)
-    take_step(optimizer, whole)
-    for kind, (parameter, state) in alone.items():
+        _take_steps(optimizer, other)
+        alone[kind] = one.detach(), dict(other.state[one]), _unowned(other.param_groups[0])
+    groups = _groups(optimizer, copies)
+    whole = twin(optimizer, groups, states, rates)
+    _take_steps(optimizer, whole)
+    options = dict(zip(groups, map(_unowned, whole.param_groups), strict=True))
+    for kind, updated in alone.items():
         like = copies[kind.like]
-        if not _same((like.detach(), dict(whole.state[like])), (parameter, state)):
+        if not _same((like.detach(), dict(whole.state[like]), options[kind.index]), updated):
             raise _refused(
                 optimizer,
                 f"its step updates {names[id(kind.like)]!r} otherwise when it has other parameters besides; expected "
                 "updates of each parameter by itself",
             )
+
+
+def _take_steps(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Run some steps of a twin, with multiples of its gradients: what a step keeps may tell in later ones alone."""
+    for factor in (1.0, -0.5, 4.0):
+        for group in other.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * factor
+        take_step(optimizer, other)
 
 
 def _require_by_value(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
@@ -920,7 +1035,9 @@ def _signature(state: Mapping[str, Any]) -> Any:
 
 
 def _counts(values: Sequence[Any]) -> bool:
-    return all(float(value) == float(values[0]) + done for done, value in enumerate(values))
+    return all(map(_is_number, values)) and all(
+        float(value) == float(values[0]) + done for done, value in enumerate(values)
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -937,7 +1054,7 @@ def _is_tensor_or_number(value: Any) -> bool:
 def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_tensors, value.values())) or any(map(_holds_tensors, value))
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return any(map(_holds_tensors, value))
     return isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer))
 
@@ -964,7 +1081,7 @@ def _same(one: Any, other: Any, compared: frozenset[tuple[int, int]] = frozenset
         return one.dtype == other.dtype and to_numpy(one).tobytes() == to_numpy(other).tobytes()
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
         return len(one) == len(other) and all(map(same, one, other))
     if type(one) is not type(other):
         return False

@@ -737,9 +737,10 @@ class _LaterUpdates:
 
     def skip(self, counters: Collection[str], updates: int) -> None:
         """Raise the optimizer's count of updates."""
-        state = self._twin.state[self._parameter]
-        for key in counters:
-            state[key] = state[key] + updates
+        state = traced_optimizer.state_of(self._twin, self._parameter)
+        own, of_group = traced_optimizer.divided({key: state[key] + updates for key in counters})
+        self._twin.state[self._parameter].update(own)
+        self._twin.param_groups[0].update(of_group)
 
     def take_step(self, gradient: Tensor) -> None:
         wide = gradient.to(self._parameter.dtype)
@@ -748,7 +749,7 @@ class _LaterUpdates:
 
     def values(self, name: str) -> Arrays:
         """Return the parameter and its state by the names of the model's inputs, in float64."""
-        state = self._twin.state[self._parameter]
+        state = traced_optimizer.state_of(self._twin, self._parameter)
         tensors = {f"{name}.{key}": torch.as_tensor(one) for key, one in state.items() if _is_numeric(one)}
         return {key: to_numpy(one.double()) for key, one in ({name: self._parameter} | tensors).items()}
 

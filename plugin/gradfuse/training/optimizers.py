@@ -74,7 +74,7 @@ class Averaging:
 
     Attributes:
         decay: the weight of the old average in an exponential one; None: a plain mean.
-        start: after how many updates averaging begins.
+        start: after how many updates of the step averaging begins.
         every: only the last of this many updates is averaged.
     """
 
@@ -95,6 +95,7 @@ class Optimizer:
     Attributes:
         groups: the parameter groups.
         steps: how many steps were done before, by parameter; none for one that is left out.
+        begun: the parameters of which it is known only that a step was done before.
         state: `<parameter>.<state>` -> array, where it is not zeros.
         traced: parameter -> its rule, where that was traced; parameters of one shape share one.
         eight_bit: parameter -> its shape, if its state is kept in 8 bits; the algorithm is Adam.
@@ -109,6 +110,7 @@ class Optimizer:
 
     groups: tuple[ParameterGroup, ...]
     steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    begun: frozenset[str] = frozenset()
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     traced: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
     eight_bit: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -153,6 +155,11 @@ class Optimizer:
         """Whether the number of updates is part of the state."""
         return bool(self.counting) or (self.averaging is not None and self.averaging.counts_steps)
 
+    @property
+    def steps_before(self) -> int:
+        """The number of steps done before, as far as updates depend on it."""
+        return max((self.steps.get(name, 0) for name in self.counting), default=0)
+
     def restricted(self, names: Collection[str], who: str) -> Optimizer:
         """Return the optimizer for those of its parameters only.
 
@@ -166,11 +173,18 @@ class Optimizer:
         )
         if not any(group.parameters for group in groups):
             raise ExportError(f"{who}: the loss depends on no parameter of the optimizer; expected at least one")
-        steps = {name: self.steps.get(name, 0) for name in dataclasses.replace(self, groups=groups).counting}
+        counting = dataclasses.replace(self, groups=groups).counting
+        steps = {name: self.steps.get(name, 0) for name in counting if name not in self.begun}
+        told = {name: f"{name!r} {done} times" for name, done in steps.items()}
+        # Any number but 0 will do for these.
+        done = max(steps.values(), default=0) or 1
+        for name in (one for one in counting if one in self.begun):
+            steps[name], told[name] = done, f"{name!r} at least once"
         if len(set(steps.values())) > 1:
-            ends = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
-            told = " and ".join(f"{name!r} {steps[name]} times" for name in ends)
-            raise ExportError(f"{who}: the optimizer has updated {told}; expected one number of steps")
+            ends = " and ".join(told[pick(steps, key=steps.__getitem__)] for pick in (min, max))
+            raise ExportError(
+                f"{who}: the optimizer has updated {ends}; expected one number of steps, as of a new optimizer"
+            )
         return dataclasses.replace(self, groups=groups, steps=steps)
 
     def alone(self, parameter: str) -> Optimizer:
@@ -271,8 +285,7 @@ class Optimizer:
 
     def scalars(self) -> Arrays:
         """Return name -> value of the state of shape (): what is counted in int64, and the scale of the loss."""
-        done = max((self.steps.get(name, 0) for name in self.counting), default=0)
-        counters = {STEP: done} if self.counts_steps else {}
+        counters = {STEP: self.steps_before} if self.counts_steps else {}
         counters |= {N_AVERAGED: 0} if self.averaging is not None else {}
         counters |= {MICRO_STEP: 0} if self.accumulate > 1 else {}
         scaling = self.loss_scaling
@@ -584,7 +597,8 @@ def _averaged(
     weight = averaged.equals(0).where(one, later)
     due: GraphTensor | None = None
     if averaging.counts_steps:
-        counted = nodes.of(results[STEP]) - averaging.start
+        # Of what was done before, some optimizers know the number and others do not.
+        counted = nodes.of(results[STEP]) - (optimizer.steps_before + averaging.start)
         due = counted.op("Greater", 0, dtype=ir.DataType.BOOL).op("And", counted.op("Mod", averaging.every).equals(0))
     new = {N_AVERAGED: averaged + 1}
     for name in optimizer.parameters:
