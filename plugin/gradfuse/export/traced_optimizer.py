@@ -445,6 +445,9 @@ class _Numbers(TorchFunctionMode):
         if func in _OF_DATA:
             return _OF_DATA[func](*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if name == "_set_grad_enabled" and args[0] == torch.is_grad_enabled():
+            # torch.export makes a part of the program of each.
+            return None
         if name == "__bool__":
             asked = len(self.conditions)
             self.conditions.append((args[0] != 0).reshape(()))
