@@ -442,7 +442,10 @@ def test_what_constant_folding_has_left_does_not_train(tmp_path: Path) -> None:
     assert sorted(array.shape for array in step.parameters.values()) == [(6,), (6,), (6, 6), (6, 6)]
 
 
+XS, YS = np.meshgrid(np.arange(8.0) + 0.5, np.arange(8.0) + 0.5)
 TABLES = {
+    "a grid": np.stack([XS.ravel(), YS.ravel()], 1)[:32].reshape(8, 8),
+    "strides": np.repeat([8.0, 16.0, 32.0, 64.0], 16).reshape(8, 8),
     "a mask of the least number": np.where(np.tri(8), 0, np.finfo(np.float32).min),
     "a mask of infinities": np.where(np.tri(8), 0, -np.inf),
     "a mask of windows": np.where(np.tri(8), 0, -100),

@@ -444,6 +444,8 @@ def test_modules_that_an_exporter_has_given_one_weight_are_told() -> None:
         ("", "", "layers.0.q_proj.MatMul.weight_Q4", "layers.0.q_proj"),
         ("['', 'layers.0', 'layers.0.q', 'linear']", "node_linear", "val_3", "layers.0.q"),
         ("not a list", "/layers.0/q/MatMul", "onnx::MatMul_7", "layers.0.q"),
+        ("", "/2/2.0/2.0.1/MatMul", "onnx::MatMul_7", "2.0.1"),
+        ("", "/blocks/blocks.3/mlp/mlp.0/MatMul", "onnx::MatMul_7", "blocks.3.mlp.0"),
         ("", "MatMul_7", "val_3", "val_3"),
         ("", "", "layers[0].q[1].weight", "layers[0].q[1]"),
     ],
@@ -457,6 +459,56 @@ def test_modules_are_named_as_the_exporter_notes_them(scopes: str, node: str, we
     assert initializers[1:] == [f"{module}.lora_A.weight", f"{module}.lora_B.weight"]
     renamed = add_lora(model, "*", modules={weight: "mine"}).graph.initializer[1].name
     assert renamed == "mine.lora_A.weight"
+
+
+class Layers(torch.nn.Module):
+    """Lists that are called, and lists of other modules with one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(IN, IN, bias=False), torch.nn.Sequential(torch.nn.Linear(IN, IN))
+        )
+        self.blocks = torch.nn.Module()
+        self.blocks.blocks = torch.nn.ModuleList([torch.nn.Linear(IN, IN)])
+        self.blocks.forward = self.of_blocks
+
+    def of_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        blocks: Any = self.blocks.blocks
+        return blocks[0](x)  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(self.layers(self.layers(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules_of_lists_have_their_names_in_files_of_the_older_exporter(tmp_path: Path) -> None:
+    module = Layers()
+    # Products of three axes, and those without a bias, leave weights without names.
+    torch.onnx.export(module.eval(), (torch.randn(2, 3, IN),), str(tmp_path / "m.onnx"), dynamo=False)
+    names = [tensor.name for tensor in add_lora(tmp_path / "m.onnx", "*").graph.initializer]
+    found = {name.removesuffix(".lora_A.weight") for name in names if name.endswith(".lora_A.weight")}
+    assert found == {name for name, one in module.named_modules() if isinstance(one, torch.nn.Linear)}
+
+
+def test_the_projection_behind_attention_is_refused_for_peft_alone(tmp_path: Path) -> None:
+    """PEFT's layer of it adds the adapter to the weight twice, in training and after."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "att.out_proj.weight"], ["h"]),
+        helper.make_node("Add", ["h", "att.in_proj_bias"], ["y"]),
+    ]
+    base = _base(nodes, {"att.out_proj.weight": _weight().T, "att.in_proj_bias": np.ones(OUT, np.float32)})
+    step = build_training_step(add_lora(base, "*", RANK), "mse", trainable=ADAPTERS)
+    with pytest.raises(ArgumentError, match=r"save_adapter: 'att\.out_proj' is of MultiheadAttention, to whose weight"):
+        gradfuse.save_adapter(step, tmp_path / "peft")
+    gradfuse.save_adapter(step, tmp_path / "a.onnx_adapter")
+    names = ["self_attn.out_proj.weight"]
+    step = build_training_step(
+        add_lora(_base([helper.make_node("MatMul", ["x", *names], ["y"])], {names[0]: _weight().T}), "*", RANK),
+        "mse",
+        trainable=ADAPTERS,
+    )
+    gradfuse.save_adapter(step, tmp_path / "peft")
 
 
 def test_two_weights_of_one_node_path_are_told_apart() -> None:

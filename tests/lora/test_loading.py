@@ -156,6 +156,29 @@ def test_another_scale_rank_or_module_is_refused(tmp_path: Path) -> None:
         gradfuse.convert_adapter(path, tmp_path / "folder")
 
 
+def test_adapters_behind_attention_are_refused(tmp_path: Path) -> None:
+    name = "base_model.model.att.base_layer.out_proj.lora_A.weight"
+    path = _folder(tmp_path / "peft", {name: np.ones((RANK, IN), np.float32)})
+    with pytest.raises(ModelError, match=r"out_proj\.lora_A\.weight' of MultiheadAttention, to whose weight PEFT adds"):
+        gradfuse.load_adapter(_session(8), path)
+
+
+def test_a_file_for_a_base_has_its_types(tmp_path: Path) -> None:
+    """Folders are often of 16 bits, and onnxruntime takes no other type than the input's."""
+    rng = np.random.default_rng(2)
+    a, b = rng.standard_normal((RANK, IN)), rng.standard_normal((OUT, RANK))
+    stored = {"lora_A.weight": a.astype(np.float16), "lora_B.weight": b.astype(np.float16)}
+    path = _folder(tmp_path / "peft", {f"base_model.model.{MODULE}.{name}": one for name, one in stored.items()})
+    for number, base in enumerate((_base(), add_lora_inputs(_base(), [MODULE]))):
+        file = str(tmp_path / f"{number}.onnx_adapter")
+        gradfuse.convert_adapter(path, file, base=base)
+        found = onnxruntime.AdapterFormat.read_adapter(file).get_parameters()
+        assert {one.numpy().dtype for one in found.values()} == {np.dtype(np.float32)}
+    gradfuse.convert_adapter(path, tmp_path / "plain.onnx_adapter")
+    found = onnxruntime.AdapterFormat.read_adapter(str(tmp_path / "plain.onnx_adapter")).get_parameters()
+    assert {one.numpy().dtype for one in found.values()} == {np.dtype(np.float16)}
+
+
 def test_dropout_is_told(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"lora_dropout 0\.1"):
         gradfuse.load_adapter(_session(8), _folder(tmp_path / "peft", lora_dropout=0.1))

@@ -60,6 +60,8 @@ _FEW = 8
 """From this many elements on, numbers do not follow a formula by accident."""
 _LOOKED_AT = 256
 """In how many rows and columns a formula is looked for."""
+_REPEATED = 4
+"""A tensor is a table if it has each of its numbers so many times."""
 _NEAR = 1e-4
 """How far numbers may be from a formula, of their size."""
 _MASKING = 1e4
@@ -263,18 +265,18 @@ def _standardises(node: ir.Node, index: int) -> bool:
 
 
 def _follows_a_formula(array: npt.NDArray[Any], readers: Sequence[Reader]) -> bool:
-    """Tell whether numbers are positions, frequencies, waves of positions, or two numbers only, as of a mask."""
+    """Tell whether numbers are positions, frequencies, waves of positions, or a few only, as of a mask or a grid."""
     array = array.squeeze()
     if array.size < _FEW:
         return False
     if all(node.op_type == "Gather" for node, _ in readers):
         # Rows that are looked up are weights, whatever they begin as, but for waves.
         return array.ndim > 1 and bool(-1 <= array.min() and array.max() <= 1) and _recurs(array)
-    low, high = array.min(), array.max()
-    # A few are enough to tell of most tensors, which may be large.
-    parts = (array.flat[:_LOOKED_AT], array)
-    if low < high and all(bool(((part == low) | (part == high)).all()) for part in parts):
-        return True
+    if array.min() < array.max():
+        # A few are enough to tell of most tensors, which may be large.
+        parts = (array.flat[:_LOOKED_AT], array.flat[:: -(-array.size // _LOOKED_AT)])
+        if all(len(np.unique(part)) <= max(2, len(part) // _REPEATED) for part in parts):
+            return True
     return any(_recurs(np.moveaxis(array, axis, 0)) for axis in range(array.ndim))
 
 

@@ -13,10 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError, few, one_line
 from gradfuse.lora.adding import adapter_names, known_modules
-from gradfuse.lora.saving import ORT_SUFFIX, PEFT_CONFIG, PEFT_PREFIX, PEFT_TENSORS, modules_of, write_ort, write_peft
+from gradfuse.lora.saving import (
+    ORT_SUFFIX,
+    PEFT_CONFIG,
+    PEFT_PREFIX,
+    PEFT_TENSORS,
+    TWICE,
+    modules_of,
+    write_ort,
+    write_peft,
+)
 from gradfuse.lora.targets import chosen
 from gradfuse.models import reading, tensor_files
 from gradfuse.models.arrays import Arrays
@@ -120,8 +130,8 @@ def convert_adapter(
         source: a folder of PEFT, or a file `*.onnx_adapter`.
         target: a file `*.onnx_adapter`, or a folder.
         base: the model that the adapters are for, with or without the inputs of `add_lora_inputs`. The file gets its
-            names of modules, also if PEFT's are only their last parts, and each adapter is checked against the sizes of
-            its weight; None: the names are PEFT's.
+            names of modules, also if PEFT's are only their last parts, and its types, and each adapter is checked
+            against the sizes of its weight; None: names and types are PEFT's.
         within: the name of PEFT's module in the model, such as "model"; None: it is the model itself.
 
     A folder made from a file has alpha = rank, because the file's B includes the scale.
@@ -138,19 +148,28 @@ def convert_adapter(
     if source.endswith(ORT_SUFFIX) == to_file:
         raise ArgumentError(f"{_CONVERT}: both are {'files' if to_file else 'folders'}; expected one *{ORT_SUFFIX}")
     stored = _read(source, within if to_file else None, _CONVERT)
+    names: list[str] = []
     if base is not None:
-        stored = _named_as(base, stored)
+        model = reading.load(base).ir
+        if model.functions:
+            inline_functions(model)
+        stored = _named_as(model, stored)
+        names = [str(value.name) for value in (*model.graph.initializers.values(), *model.graph.inputs)]
     if not to_file:
         prefix = "" if within is None else f"{within}."
         outside = [module for module in stored if not module.startswith(prefix)]
         if outside:
             raise ArgumentError(f"{_CONVERT}: within is {within!r}, and {outside[0]!r} is not; expected one with all")
         stored = {module.removeprefix(prefix): adapter for module, adapter in stored.items()}
+        names = [name.removeprefix(prefix) for name in names]
     modules = {module: (adapter.rank, adapter.scale * adapter.rank) for module, adapter in stored.items()}
     arrays: Arrays = {}
     for module, adapter in stored.items():
         arrays |= dict(zip(adapter_names(module), (adapter.a, adapter.b), strict=True))
-    (write_ort if to_file else write_peft)(target, modules, arrays, _CONVERT)
+    if to_file:
+        write_ort(target, modules, arrays, _CONVERT)
+    else:
+        write_peft(target, modules, arrays, names, _CONVERT)
 
 
 def _read(path: str, within: str | None, who: str) -> dict[str, _Adapter]:
@@ -185,6 +204,8 @@ def _paired(path: str, tensors: Mapping[str, npt.NDArray[Any]], scale: Any) -> d
     found = {}
     for name, array in tensors.items():
         module, _, kind = name.rpartition(".lora_")
+        if module.endswith(".base_layer.out_proj"):
+            raise ModelError(f"{path}: has {name!r} of MultiheadAttention, {TWICE}; expected other modules")
         if kind not in ("A.weight", "B.weight"):
             raise ModelError(f"{path}: has {name!r}; expected A and B of linear layers alone")
         names = adapter_names(module)
@@ -258,11 +279,8 @@ def _setting(config: Mapping[str, Any], pattern: str, key: str, module: str) -> 
     return float(config[key])
 
 
-def _named_as(base: ModelLike, stored: Mapping[str, _Adapter]) -> dict[str, _Adapter]:
-    """Return the adapters by the names that a model has for their modules, after a check of their sizes."""
-    model = reading.load(base).ir
-    if model.functions:
-        inline_functions(model)
+def _named_as(model: ir.Model, stored: Mapping[str, _Adapter]) -> dict[str, _Adapter]:
+    """Return the adapters by a model's names of their modules and in its types, after a check of their sizes."""
     served = known_modules(_CONVERT, model.metadata_props)
     inputs = {str(value.name): value for value in model.graph.inputs}
     found = {}
@@ -276,7 +294,7 @@ def _named_as(base: ModelLike, stored: Mapping[str, _Adapter]) -> dict[str, _Ada
             if a is None or b is None or a.shape is None or b.shape is None:
                 wanted = "those of add_lora_inputs"
                 raise ArgumentError(f"{_CONVERT}: the base has no inputs for {name!r}; expected {wanted}")
-            sizes = a.shape[1], b.shape[0]
+            sizes, dtype = (a.shape[1], b.shape[0]), a.dtype
         else:
             targets = chosen(_CONVERT, model.graph, [module], {}, set())
             targets = [one for one in targets if one.module == module] or targets
@@ -284,10 +302,14 @@ def _named_as(base: ModelLike, stored: Mapping[str, _Adapter]) -> dict[str, _Ada
                 named = few(one.module for one in targets)
                 raise ArgumentError(f"{_CONVERT}: {module!r} is {named} of the base; expected one, or within")
             name, sizes = targets[0].module, (targets[0].in_features, targets[0].out_features)
+            dtype = targets[0].dtype
         if (adapter.a.shape[1], adapter.b.shape[0]) != sizes:
             got = f"{adapter.a.shape[1]} to {adapter.b.shape[0]}"
             raise ArgumentError(f"{_CONVERT}: {module!r} is from {got}; expected {sizes[0]} to {sizes[1]}, the base's")
         if name in found:
             raise ArgumentError(f"{_CONVERT}: {name!r} of the base has two adapters; expected one")
+        if dtype is not None and dtype != ir.DataType.BFLOAT16:
+            one, other = (array.astype(dtype.numpy(), copy=False) for array in (adapter.a, adapter.b))
+            adapter = dataclasses.replace(adapter, a=one, b=other)
         found[name] = adapter
     return found

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +26,8 @@ _T = TypeVar("_T")
 _WHO = "save_adapter"
 ORT_SUFFIX = ".onnx_adapter"
 PEFT_PREFIX = "base_model.model."
+TWICE = "to whose weight PEFT adds the adapter twice"
+"""What PEFT does with `out_proj` of `MultiheadAttention`; it was seen in 0.21."""
 PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -76,7 +78,10 @@ def save_adapter(
         outside = [module for module in modules if not module.startswith(prefix)]
         if outside:
             raise ArgumentError(f"{_WHO}: within is {within!r}, and {outside[0]!r} is not; expected a module with all")
-        write_peft(path, _named_from(prefix, modules), _named_from(prefix, adapters), _WHO)
+        graph = step.model.graph
+        names = [one.name for one in (*graph.initializer, *graph.input)]
+        own = [name.removeprefix(prefix) for name in (*names, *step.parameters, *step.frozen)]
+        write_peft(path, _named_from(prefix, modules), _named_from(prefix, adapters), own, _WHO)
 
 
 def _named_from(prefix: str, found: Mapping[str, _T]) -> dict[str, _T]:
@@ -132,8 +137,29 @@ def write_ort(path: str, modules: Mapping[str, tuple[int, float]], adapters: Arr
         raise ModelError(f"{path}: cannot write the file: {one_line(error)}") from error
 
 
-def write_peft(path: str, modules: Mapping[str, tuple[int, float]], adapters: Arrays, who: str) -> None:
-    """Write adapters as a folder of PEFT."""
+def write_peft(
+    path: str, modules: Mapping[str, tuple[int, float]], adapters: Arrays, names: Iterable[str], who: str
+) -> None:
+    """Write adapters as a folder of PEFT.
+
+    Args:
+        path: the folder.
+        modules: module -> rank and alpha.
+        adapters: A and B of each.
+        names: tensors of the model, as far as they are known: those of `MultiheadAttention` tell it from other modules.
+        who: what messages name first.
+
+    Raises:
+        ArgumentError: a module is the `out_proj` of one.
+        ModelError: the folder cannot be written.
+    """
+    read = {name.rpartition(".in_proj_")[0] for name in names} | set(modules)
+    for module in modules:
+        attention, _, last = module.rpartition(".")
+        if last == "out_proj" and attention in read - {""}:
+            raise ArgumentError(
+                f"{who}: {module!r} is of MultiheadAttention, {TWICE}; expected other modules, or a file *{ORT_SUFFIX}"
+            )
     content = tensor_files.content({PEFT_PREFIX + name: array for name, array in adapters.items()}, who)
     try:
         os.makedirs(path, exist_ok=True)

@@ -13,6 +13,8 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _CALLED = "pkg.torch.onnx.fx_node"
 """The metadata of a node with the call that it comes from."""
 _PARAMETER = re.compile(r"%(p_\w+)")
+_AGAIN = re.compile(r"_\d+$")
+"""What torch's older exporter appends in further calls."""
 _CALL = re.compile(r"@\d+")
 """What torch.export appends to the name of a module that is called again."""
 
@@ -29,13 +31,28 @@ def noted_scopes(node: ir.Node) -> Sequence[str]:
 def module_of(node: ir.Node) -> str:
     """Return the name of the module that a node comes from; empty where the file does not tell, or it is the outermost.
 
-    torch's older exporter names nodes after it: /layers.0/attention/query/MatMul.
+    torch's older exporter names nodes after the modules around them: /layers.0/attention/query/MatMul. It names a
+    module of a list after the list: /mlp/mlp.0/MatMul is of `mlp.0` where the list is called, as `Sequential` is, and
+    of `mlp.mlp.0` where another module has the list. What tensors are called tells.
     """
     scopes = noted_scopes(node)
     if len(scopes) > 1:
         return _CALL.sub("", scopes[-2])
     path = (node.name or "").split("/")
-    return ".".join(path[1:-1]) if len(path) > 2 and not path[0] else ""
+    if len(path) < 3 or path[0]:
+        return ""
+    parts: list[str] = []
+    for part in path[1:-1]:
+        if parts and part.startswith((f"{parts[-1]}.", f"{_AGAIN.sub('', parts[-1])}.")):
+            called, owned = ".".join([*parts[:-1], part]), ".".join([*parts, part])
+            if _has_tensors(node.graph, called) or not _has_tensors(node.graph, owned):
+                parts.pop()
+        parts.append(part)
+    return ".".join(parts)
+
+
+def _has_tensors(graph: ir.Graph | ir.Function | None, module: str) -> bool:
+    return isinstance(graph, ir.Graph) and any(name.startswith(f"{module}.") for name in graph.initializers)
 
 
 def noted_parameters(node: ir.Node) -> frozenset[str]:
