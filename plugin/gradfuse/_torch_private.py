@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import re
 import sys
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -1111,6 +1112,12 @@ def when_sizes_are_asked_for(note: Callable[[Any], None]) -> Iterator[None]:
         yield
     finally:
         SLoc.__init__ = original  # type: ignore[method-assign]
+
+
+def set_place(location: Any, frame: types.FrameType) -> None:
+    """Set the place that `when_sizes_are_asked_for` noted to a frame."""
+    summary = traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    object.__setattr__(location, "framework_loc", summary)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import inspect
 import math
 import warnings
@@ -318,9 +319,30 @@ def _of_several(x: Tensor) -> Tensor:
     return x / x.std(1, keepdim=True) if x.size(1) >= 2 else x
 
 
+def _capped(x: Tensor) -> Tensor:
+    return x * min(1.0, x.shape[1] / 100)
+
+
+def _least_of_three(x: Tensor) -> Tensor:
+    return x * min(100, x.shape[1], 300)
+
+
+def _by_numpy(x: Tensor) -> Tensor:
+    return x * float(np.max([x.shape[1], 100]))
+
+
+def _by_heap(x: Tensor) -> Tensor:
+    return x * heapq.nlargest(1, [x.shape[1], 100])[0]
+
+
 @pytest.mark.parametrize(
     "function, text",
     [
+        # What decides is in torch's stand-in for `min`, and in modules of Python and numpy.
+        (_capped, "axis 1 of 'x' is taken to be at most 99"),
+        (_least_of_three, "axis 1 of 'x' is taken to be at most 100"),
+        (_by_numpy, "axis 1 of 'x' is taken to be at most 99"),
+        (_by_heap, "axis 1 of 'x' is taken to be at most 99"),
         (_at_most_512, "axis 1 of 'x' is taken to be at most 512"),
         (_one_block, "axis 1 of 'x' is taken to be at most 256"),
         (_first, "axis 1 of 'x' is taken to be at most 20"),
@@ -380,6 +402,7 @@ def _by_remainder(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "function, fits",
     [
+        (_capped, lambda size: size < 100),
         (_at_most_512, lambda size: size <= 512),
         (_one_block, lambda size: size <= 256),
         (_first, lambda size: size <= 20),

@@ -597,6 +597,16 @@ def test_when_sizes_are_asked_for() -> None:
         assert any(one is found.location for one in noted)
 
 
+def test_set_place() -> None:
+    with needed("SLoc.framework_loc", "name the code that calls a helper which asks for a size"):
+        frame = inspect.currentframe()
+        assert frame is not None
+        with private.when_sizes_are_asked_for(lambda location: private.set_place(location, frame)):
+            program = _traced(lambda x: x + min(1.0, x.shape[0] / 70))
+        (found,) = private.conditions_on_sizes(program)
+        assert (found.filename, found.function) == (__file__, "test_set_place")
+
+
 def test_when_a_condition_is_decided() -> None:
     with needed("ShapeEnv.evaluate_expr", "see that code treats a size of 1 specially"):
         noted: list[Any] = []

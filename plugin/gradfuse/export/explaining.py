@@ -222,6 +222,9 @@ class Sizes:
                 self.lines.append(where)
 
         def note_asked(location: Any) -> None:
+            frame = _deciding()
+            if frame is not None and is_users(frame.f_code.co_filename):
+                private.set_place(location, frame)
             where = current_line()
             if where is not None:
                 self._asked[id(location)] = location, text_of(*where)
@@ -744,12 +747,21 @@ _SYMBOLIC = (
     __file__,
 )
 """Where symbolic sizes are made numbers and truth values."""
+_BUILTINS = os.path.join(os.path.dirname(torch.__file__), "_export", "non_strict_utils.py")
+"""What torch.export has in place of `min` and `max`."""
 
 
 def _deciding() -> FrameType | None:
-    """Return the frame of the code that makes a condition on sizes a truth value."""
+    """Return the frame of the code that makes a condition on sizes a truth value, or that calls a helper that does so.
+
+    Helpers are built-in functions, Python's own modules, and tools such as numpy.
+    """
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLIC):
+        frame = frame.f_back
+    while frame is not None and (filename := frame.f_code.co_filename) not in _RUNNERS and not is_users(filename):
+        if filename.startswith(_PACKAGES) and filename != _BUILTINS:
+            return frame
         frame = frame.f_back
     return frame
 
