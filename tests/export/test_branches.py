@@ -217,6 +217,39 @@ class Halving(Asking):
         return moved
 
 
+class Contrasting(Asking):
+    """Similarities of pairs chosen by masks of constants, as in contrastive learning: by comparison, changed in place,
+    and like another tensor."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        images = torch.cat([torch.arange(2), torch.arange(2)])
+        same = (images[:, None] == images[None]).float()
+        itself = torch.eye(4, dtype=torch.bool)
+        similar = x @ x.T
+        same, others = same[~itself].view(4, -1), similar[~itself].view(4, -1)
+        positive, negative = others[same.bool()].view(4, -1), others[~same.bool()].view(4, -1)
+        apart = torch.ones(4, 4, dtype=torch.bool).fill_diagonal_(0)
+        apart[0, 1] = False
+        apart[1, 0] = False
+        chosen = similar.masked_select((torch.ones_like(similar) - torch.eye(4)).bool()).view(4, -1)
+        rest = similar[apart].sum() + similar[1:3, apart[0]].view(2, -1).mean()
+        return torch.cat([positive, negative, chosen[:, :2], (positive * rest)], 1)
+
+
+def test_masks_of_constants_choose_a_known_number() -> None:
+    torch.manual_seed(0)
+    _compared(Contrasting(), _batch(4), None, _batch(4))
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    class Wrong(Asking):
+        def asked(self, x: Tensor) -> Tensor:
+            return x + x[torch.ones(6, 4, dtype=torch.bool)].sum()
+
+    with pytest.raises(ExportError, match="The shape of the mask"):
+        export_training_step(Wrong(), F.cross_entropy, _batch(4))
+
+
 def test_sizes_may_be_computed_by_tensors() -> None:
     torch.manual_seed(0)
     _compared(Halving(), _batch(4))
