@@ -115,7 +115,25 @@ def _pairs(h: Tensor) -> Tensor:
     return (h[:, i] * h[:, j]).mean(1, keepdim=True) + h[:, k] * h[:, m].square()
 
 
-FUNCTIONS = [_windows, _kept, _share, _scaled, _lengths, _joined, _divided, _of_a_product]
+def _around(h: Tensor) -> Tensor:
+    """Places that wrap, bits of them, and a class for each, as contrastive losses count."""
+    n = h.shape[1]
+    places = torch.arange(n)
+    factor = (places + n // 2) % n + torch.remainder(places - 5, n / 3) + (places & (n - 1))
+    return F.one_hot((places * 3) % n, n).to(h.dtype) @ (h * factor[:, None])
+
+
+def _nested(h: Tensor) -> Tensor:
+    """Functions and lists of the function."""
+
+    def last() -> int:
+        return (lambda: int(h.shape[1] * 0.7))()
+
+    parts = [h[:, : int(h.shape[1] * share)].sum(1, keepdim=True) for share in (0.25, 0.5)]
+    return h[:, -last() :] * parts[0] + parts[1]
+
+
+FUNCTIONS = [_around, _nested, _windows, _kept, _share, _scaled, _lengths, _joined, _divided, _of_a_product]
 FUNCTIONS += [_rounded, _of_math, _between_sizes, _tapered, _pairs]
 
 

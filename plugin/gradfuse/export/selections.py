@@ -154,15 +154,41 @@ class Selections:
 
 def functions_of(codes: Collection[CodeType], step: TorchStep) -> dict[int, list[FunctionType]]:
     """Return the functions that have each of these codes, by its id: those of several files may be equal."""
-    found: dict[int, dict[int, FunctionType]] = {id(code): {} for code in codes}
-    if not found:
-        return {}
+    found: dict[int, list[FunctionType]] = {id(code): [] for code in codes}
+    for one in _functions(codes, step):
+        if (code := id(one.__code__)) in found:
+            found[code].append(one)
+    return found
+
+
+def around(codes: Collection[CodeType], step: TorchStep) -> dict[int, CodeType]:
+    """Return the code of the function that each of these codes is defined in, by its id; none for other codes."""
+    found: dict[int, CodeType] = {}
+    for one in _functions(codes, step):
+        found |= {
+            id(code): one.__code__ for code in codes if code is not one.__code__ and is_within(code, one.__code__)
+        }
+    return found
+
+
+def is_within(code: CodeType, outer: CodeType) -> bool:
+    """Whether a code is another one's, or that of a function, a list or the like within."""
+    if code.co_filename != outer.co_filename:
+        return False
+    return code is outer or any(is_within(code, one) for one in outer.co_consts if isinstance(one, CodeType))
+
+
+def _functions(codes: Collection[CodeType], step: TorchStep) -> Iterator[FunctionType]:
+    """Yield the functions of a step, and those of the files that codes are of."""
+    if not codes:
+        return
     # The garbage collector does not track frozen objects; modules and classes do not refer to nested functions. All
     # that it tracks is gone through, whatever the number of codes.
     pending: list[Any] = [one for one in gc.get_referrers(*codes) if isinstance(one, FunctionType)]
     for owner in (step.module, step.loss):
         modules = list(owner.modules()) if isinstance(owner, torch.nn.Module) else [owner]
         pending += [kind for module in modules for kind in type(module).__mro__]
+        pending += [one for one in modules if isinstance(one, FunctionType)]
     loaded, files = list(sys.modules.values()), {code.co_filename for code in codes}
     pending += [module for module in loaded if getattr(module, "__file__", None) in files]
     seen: set[int] = set()
@@ -172,8 +198,7 @@ def functions_of(codes: Collection[CodeType], step: TorchStep) -> dict[int, list
             continue
         seen.add(id(one))
         if isinstance(one, FunctionType):
-            if (code := id(one.__code__)) in found:
-                found[code][id(one)] = one
+            yield one
             pending += [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY]
         elif isinstance(one, (type, ModuleType)):
             pending += [value for value in vars(one).values() if isinstance(value, _HOLDERS)]
@@ -181,7 +206,6 @@ def functions_of(codes: Collection[CodeType], step: TorchStep) -> dict[int, list
             pending.append(one.__func__)
         elif isinstance(one, property):
             pending.append(one.fget)
-    return {code: list(functions.values()) for code, functions in found.items()}
 
 
 _EMPTY = CellType()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradfuse import _torch_private as private
 from gradfuse.export import explaining, rewriting
-from gradfuse.export.selections import CannotSelectError, functions_of
+from gradfuse.export.selections import CannotSelectError, around, functions_of, is_within
 from gradfuse.export.torch_step import TorchStep
 
 _Result = TypeVar("_Result")
@@ -79,11 +79,12 @@ class SizeNumbers:
 
     def _include(self, step: TorchStep, places: Sequence[tuple[CodeType, int]]) -> bool:
         """Rewrite the calls in lines of functions, which may be rewritten ones; return whether there are new ones."""
-        originals = {new: old for old, new in self.codes.items()}
         found = False
-        calls = [(originals.get(code, code), line) for code, line in places]
+        calls = [(self._original(code), line) for code, line in places]
         calls = [(old, line) for old, line in calls if line not in self.lines.get(old, ())]
         calls = [(old, line) for old, line in calls if _LINE.search(explaining.line_of(old, line))]
+        outer = around([old for old, _ in calls], step)
+        calls = [(outer.get(id(old), old), line) for old, line in calls]
         functions = functions_of([old for old, _ in calls], step)
         for old, line in calls:
             lines = self.lines.get(old, frozenset())
@@ -96,6 +97,10 @@ class SizeNumbers:
             self.lines[old] = lines | {line}
             found = True
         return found
+
+    def _original(self, code: CodeType) -> CodeType:
+        """Return the code that was replaced by one, or by that around it; if none was, itself."""
+        return next((old for old, new in self.codes.items() if is_within(code, new)), code)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -257,6 +257,13 @@ def diag(input: Tensor, diagonal: Any = 0) -> Tensor:
 _diagonal = diagonal
 
 
+def one_hot(tensor: Tensor, num_classes: Any = -1) -> Tensor:
+    """The same with as many classes as a size says, which torch.export takes for a constant."""
+    if not private.is_symbolic(num_classes):
+        return F.one_hot(tensor, num_classes)
+    return tensor.new_zeros((*tensor.shape, num_classes)).scatter(-1, tensor.unsqueeze(-1), 1)
+
+
 def _transform(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a Fourier transform of as many elements as a size says, for which torch.export pads by a constant."""
 
@@ -494,6 +501,7 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch.fft.irfftn: irfftn,
     torch.take_along_dim: take_along_dim,
     Tensor.take_along_dim: take_along_dim,
+    F.one_hot: one_hot,
     torch.kron: kron,
     Tensor.kron: kron,
     torch.cov: cov,

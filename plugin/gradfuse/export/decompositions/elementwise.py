@@ -35,7 +35,14 @@ def by_sizes(others: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[...
     Args:
         others: those of the same operators with other numbers.
     """
-    functions: dict[Any, Callable[..., Any]] = {aten.hardtanh.default: hardtanh, aten.pow.Tensor_Scalar: power}
+    functions: dict[Any, Callable[..., Any]] = {
+        aten.hardtanh.default: hardtanh,
+        aten.pow.Tensor_Scalar: power,
+        aten.remainder.Scalar: _with_tensor(torch.remainder),
+        aten.bitwise_and.Scalar: _with_tensor(torch.bitwise_and),
+        aten.bitwise_or.Scalar: _with_tensor(torch.bitwise_or),
+        aten.bitwise_xor.Scalar: _with_tensor(torch.bitwise_xor),
+    }
     return {overload: _of_symbols(function, others.get(overload)) for overload, function in functions.items()}
 
 
@@ -91,6 +98,17 @@ def hardtanh(self: Tensor, min_val: Any = -1, max_val: Any = 1) -> Any:
 def power(self: Tensor, exponent: Any) -> Any:
     """aten::pow with an exponent that follows from sizes."""
     return self.pow(torch.scalar_tensor(exponent, dtype=self.dtype))
+
+
+def _with_tensor(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    """Return an operator with a number that follows from sizes, as the same with a tensor of shape ()."""
+
+    def with_tensor(self: Tensor, other: Any) -> Tensor:
+        is_whole = isinstance(other, torch.SymInt) and not self.is_floating_point()
+        floating = self.dtype if self.is_floating_point() else torch.get_default_dtype()
+        return function(self, torch.scalar_tensor(other, dtype=torch.int64 if is_whole else floating))
+
+    return with_tensor
 
 
 def signbit(self: Tensor) -> Tensor:
