@@ -90,6 +90,8 @@ def by_formula(
                     torch.zeros(1, HIDDEN, dtype=x.dtype) if p.get(name) is None else p[name][k, n : n + 1]
                     for name in ("h", "c")
                 )
+                if not limits[n]:
+                    h, c = torch.zeros_like(h), torch.zeros_like(c)  # As onnxruntime has it.
                 rows = [torch.zeros(1, HIDDEN, dtype=x.dtype)] * turns
                 order = range(limits[n])
                 for t in reversed(order) if backward else order:
@@ -153,6 +155,19 @@ def test_recurrences_of_all_options(op: str, direction: str, optional: list[str]
     activations = [FUNCTIONS[name] for name in options.get("activations", DEFAULT[op] * directions)]
     wrt = [name for name in given if name != "lengths"]
     require_torchs(model, feeds, by_formula(op, direction, activations, options), wrt)
+
+
+@pytest.mark.parametrize("op, direction", [("RNN", "reverse"), ("GRU", "bidirectional"), ("LSTM", "forward")])
+def test_a_sequence_without_steps_ends_in_zeros(op: str, direction: str) -> None:
+    """In onnxruntime; its initial states have no part in anything."""
+    directions = len(DIRECTIONS[direction])
+    shapes = shapes_of(op, directions)
+    given = ["x", "w", "r", "lengths", "h", *(["c"] if op == "LSTM" else [])]
+    feeds: dict[str, Any] = {name: numbers(*shapes[name], seed=k) for k, name in enumerate(given)}
+    feeds["lengths"] = np.array([2, 0, 4], np.int32)
+    formula = by_formula(op, direction, [FUNCTIONS[name] for name in DEFAULT[op] * directions], {})
+    model = recurrent(op, given, shapes, direction=direction)
+    require_torchs(model, feeds, formula, [name for name in given if name != "lengths"])
 
 
 def test_a_dynamic_batch_of_any_length_and_outputs_that_are_left_out() -> None:

@@ -143,6 +143,8 @@ def _recurrent(
         dtype=x.dtype,
         value=ir.tensor([0.0], dtype=x.dtype),
     )
+    # onnxruntime gives zeros as the last states of a sequence without steps, whatever they are initially.
+    stepped = None if lengths is None else (lengths.cast(ir.DataType.INT64) > 0).unsqueeze(1)
     ordinary = all(one == default for one in activations) and lengths is None and peepholes is None
     if not (call.node.meta.get(FUSES) and ordinary and x.dtype in _KERNEL_TYPES):
         fused = None
@@ -151,6 +153,8 @@ def _recurrent(
         zip(_each(weights, len(reversed_)), _each(recurrent, len(reversed_)), strict=True)
     ):
         first = [empty if (start := one[k]) is None else start for one in starts]
+        if stepped is not None:
+            first = [one if one is empty else one.masked(stepped) for one in first]
         of_input, bias = halves[0][k], halves[1][k]
         if fused is not None:
             weight, of_state = fused.ordered(weight), fused.ordered(of_state)
