@@ -33,6 +33,8 @@ def infer(model: ir.Model, values: Collection[ir.Value]) -> Facts:
     """
     asked: dict[ir.Value, tuple[ir.DataType | None, Sizes | None]] = {}
     facts = Facts(model)
+    if _free_contradicted(model, facts):
+        facts = Facts(model)
     for _ in range(_ROUNDS):
         missing = _missing(model, facts)
         if not missing:
@@ -46,6 +48,26 @@ def infer(model: ir.Model, values: Collection[ir.Value]) -> Facts:
     for value in values:
         _take(value, facts)
     return facts
+
+
+def _free_contradicted(model: ir.Model, facts: Facts) -> bool:
+    """Make sizes of outputs anonymous whose name stands for different ones; return whether there are any.
+
+    torch's older exporter makes up names, and may give one to two axes: what is not known would be taken to be equal.
+    """
+    of_inputs = {size_of(dim) for value in model.graph.inputs for dim in value.shape or ()}
+    sizes: dict[Size, set[Size]] = {}
+    outputs = [value for value in model.graph.outputs if value.producer() is not None and value.shape is not None]
+    for value in outputs:
+        assert value.shape is not None
+        for dim, size in zip(value.shape, facts.shapes.get(value, ()), strict=False):
+            sizes.setdefault(size_of(dim), set()).add(size)
+    wrong = {name for name, found in sizes.items() if isinstance(name, str) and len(found) > 1} - of_inputs
+    for value in outputs:
+        assert value.shape is not None
+        if not wrong.isdisjoint(map(size_of, value.shape)):
+            value.shape = ir.Shape([None if size_of(dim) in wrong else dim for dim in value.shape])
+    return bool(wrong)
 
 
 def _missing(model: ir.Model, facts: Facts) -> set[ir.Value]:

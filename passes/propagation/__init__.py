@@ -5,10 +5,10 @@ the first of two symbols that are broadcast. This one follows sizes through such
 may be (2, T, unknown). What it has no rule for stays unknown, and is asked of onnx (shapes.py).
 
 `sizes` and `elements` are what rules compute with, `facts` keeps what is known and applies the rules, which are in
-`operators`, `onnxruntime` and `aclnn`.
+`operators`, `windows`, `onnxruntime` and `aclnn`.
 """
 
-from gradfuse.passes.propagation import aclnn, onnxruntime, operators
+from gradfuse.passes.propagation import aclnn, onnxruntime, operators, windows
 from gradfuse.passes.propagation.facts import RULES, Facts
 from gradfuse.passes.propagation.sizes import Size, Sizes, Unknown, broadcast, letter_sizes, size_of
 
@@ -24,4 +24,5 @@ __all__ = [
     "onnxruntime",
     "operators",
     "size_of",
+    "windows",
 ]

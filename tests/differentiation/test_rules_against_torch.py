@@ -16,7 +16,8 @@ from autograd import model_of, numbers, require_torchs, shaped
 from node_tests import run
 from torch import Tensor
 
-from gradfuse import ModelError, differentiate
+from gradfuse import ModelError, TrainingSession, build_training_step, differentiate
+from gradfuse.testing import assert_gradients_close
 
 Array = npt.NDArray[Any]
 ByTorch = Callable[..., Tensor]
@@ -269,6 +270,73 @@ def test_average_pooling(kernel: int, stride: int, padding: int, ceil_mode: int,
         return F.avg_pool2d(a, kernel, stride, padding, bool(ceil_mode), bool(include))
 
     require_torchs(model, shaped((2, 3, 7, 8)), by_torch, ["a"])
+
+
+KERNEL = torch.tensor(numbers(2, 2, 3, 3, seed=5))
+OTHERWISE: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "all axes": (
+        "y = AveragePool <kernel_shape = [2, 3], strides = [2, 3], pads = [1, 1, 1, 1], ceil_mode = 1> (h)",
+        lambda h: F.avg_pool2d(h, (2, 3), (2, 3), 1, True, False),
+    ),
+    "beside one that counts": (
+        "y = AveragePool <kernel_shape = [2, 3], strides = [2, 2], pads = [1, 0, 1, 0], ceil_mode = 1, "
+        "count_include_pad = 1> (h)",
+        lambda h: F.avg_pool2d(h, (2, 3), 2, (1, 0), True, True),
+    ),
+    "maxima": (
+        "y = MaxPool <kernel_shape = [2, 3], strides = [2, 3], pads = [1, 1, 1, 1], ceil_mode = 1> (h)",
+        lambda h: F.max_pool2d(h, (2, 3), (2, 3), 1, 1, True),
+    ),
+    "norms": (
+        "y = LpPool <kernel_shape = [1, 1], strides = [4, 3], p = 1, ceil_mode = 1> (h)",
+        lambda h: h[:, :, ::4, ::3][:, :, :2, :3].abs(),
+    ),
+    "behind the image, beside one that counts": (
+        "y = AveragePool <kernel_shape = [1, 3], strides = [4, 2], ceil_mode = 1> (h)",
+        lambda h: F.avg_pool2d(h, (1, 3), (4, 2), 0, True),
+    ),
+    "transposed, lower": (
+        'y = ConvTranspose <strides = [2, 2], output_padding = [1, 1], auto_pad = "SAME_LOWER"> (h, k)',
+        lambda h: F.conv_transpose2d(h, KERNEL.to(h.dtype), None, 2, 0, 1)[:, :, 1:-1, 1:-1],
+    ),
+    "transposed, upper": (
+        'y = ConvTranspose <strides = [3, 2], output_padding = [2, 0], auto_pad = "SAME_UPPER"> (h, k)',
+        lambda h: F.conv_transpose2d(h, KERNEL.to(h.dtype), None, (3, 2), 0, (2, 0))[:, :, 1:-1, :-1],
+    ),
+}
+"""Windows of which onnx infers other sizes than onnxruntime gives."""
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+@pytest.mark.parametrize("opset", [18, 22])
+def test_steps_have_the_sizes_that_onnxruntime_gives(name: str, opset: int) -> None:
+    body, by_torch = OTHERWISE[name]
+    model = model_of("float[n, 2, 7, 8] x", f"h = Mul (x, w) {body}", opset, "float[n, 2, p, q] y")
+    # As files have it that onnx has inferred.
+    del model.graph.output[0].type.tensor_type.shape.dim[:]
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    w, x = numbers(1, 2, 1, 1, seed=1), numbers(3, 2, 7, 8)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    if "k)" in body:
+        model.graph.initializer.append(onnx.numpy_helper.from_array(KERNEL.numpy(), "k"))
+    model = onnx.shape_inference.infer_shapes(model)
+    y = run(model, {"x": x}, by_onnx=False)["y"]
+    session = TrainingSession(build_training_step(model, "mse", trainable=["w"]))
+    np.testing.assert_array_equal(session.evaluate(x), y)
+    assert session.step(x, y) < 1e-10
+    session.step(x, np.zeros_like(y))
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = torch.tensor(w, dtype=dtype, requires_grad=True)
+        output = by_torch(torch.tensor(x, dtype=dtype) * leaf)
+        assert output.shape == y.shape
+        output.square().mean().backward()  # type: ignore[no-untyped-call]
+        gradients.append(leaf.grad)
+    native, exact = gradients
+    assert native is not None and exact is not None
+    assert_gradients_close(
+        session.gradients["w"], native.numpy(), exact.numpy(), np.float32, terms=16 * float(exact.abs().max())
+    )
 
 
 @pytest.mark.parametrize(

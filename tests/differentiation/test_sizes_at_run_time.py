@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import onnx
 import pytest
 import torch
 from autograd import model_of, numbers, require_torchs
 from torch import Tensor
+
+from gradfuse import ArgumentError, TrainingSession, build_training_step
+from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
 
@@ -47,6 +51,38 @@ def test_two_operands(name: str, a: tuple[int, int], b: tuple[int, int], behind:
     feeds["c"] = numbers(*a, seed=2)
     model = model_of(f"{inputs}, float[A,B] c", f"{body.replace('y =', 'h =')}  y = Mul(h, c)", output=output)
     require_torchs(model, feeds, lambda a, b, c: by_torch(a, b) * c, ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("size", ["8", "h"])
+def test_a_name_that_stands_for_two_sizes_of_the_output_says_nothing(size: str) -> None:
+    """torch's older exporter makes one up for the batch and the height of a padded convolution."""
+    model = model_of(f"float[n,2,{size},7] x", "y = Conv<pads = [1,1,1,1]>(x, w)", output="float[c,3,c,d] y")
+    w, x = numbers(3, 2, 3, 3, seed=1), numbers(4, 2, 8, 7)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    target = numbers(4, 3, 8, 7, seed=2)
+    session = TrainingSession(build_training_step(model, "mse"))
+    session.step(x, target)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        leaf = torch.tensor(w, dtype=dtype, requires_grad=True)
+        output = torch.nn.functional.conv2d(torch.tensor(x, dtype=dtype), leaf, padding=1)
+        torch.nn.functional.mse_loss(output, torch.tensor(target, dtype=dtype)).backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        return leaf.grad
+
+    native, exact = gradient(torch.float32), gradient(torch.float64)
+    largest = float(exact.abs().max())
+    assert_gradients_close(session.gradients["w"], native, exact, torch.float32, terms=16 * largest)
+    with pytest.raises(ArgumentError, match=r"'target' is float32 of shape \(4, 3, 8, 6\); expected float32"):
+        session.step(x, target[..., :6])
+
+
+def test_a_size_is_named_once_in_a_refusal() -> None:
+    model = model_of("float[n,n] x", "y = MatMul(x, w)", output="float[n,2] y")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(numbers(3, 2), "w"))
+    session = TrainingSession(build_training_step(model, "mse"))
+    with pytest.raises(ArgumentError, match=r"expected float32 of shape \(n, n\), n = 3$"):
+        session.step(numbers(3, 4), numbers(3, 2))
 
 
 EINSUMS = [

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN, VERSION
-from gradfuse.differentiation import sequences
+from gradfuse.differentiation import padding, sequences
 from gradfuse.differentiation.contrib import share_packed_weights
 from gradfuse.differentiation.convolutions import fuse_convolutions
 from gradfuse.differentiation.dependence import is_branches, repeated
@@ -141,6 +141,7 @@ def completed(model: ir.Model) -> ir.Model:
     _put_constants_in(model.graph)
     _fold_branches(model)
     _infer_turns(model)
+    padding.make_explicit(model.graph, free_prefix(model.graph, "padding/"))
     return model
 
 

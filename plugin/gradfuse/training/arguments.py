@@ -53,7 +53,8 @@ def require_shapes(where: str, feeds: Arrays, known: Mapping[str, TensorType]) -
         for size, dim in zip(array.shape, wanted.shape, strict=False):
             fits = fits and (dim is None or size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim))
         if not fits:
-            bound = "".join(f", {dim} = {sizes[dim]}" for dim in wanted.shape if isinstance(dim, str) and dim in sizes)
+            named = (dim for dim in dict.fromkeys(wanted.shape) if isinstance(dim, str) and dim in sizes)
+            bound = "".join(f", {dim} = {sizes[dim]}" for dim in named)
             raise ArgumentError(
                 f"{where}: {name!r} is {TensorType(array.dtype, array.shape)}; expected {wanted}{bound}"
             )
