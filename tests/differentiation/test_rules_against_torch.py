@@ -851,3 +851,19 @@ def test_weights_of_classes_have_gradients(op: str, reduction: str, ignored: boo
     feeds = {"x": numbers(5, 4, *more), "w": np.abs(numbers(4, seed=1)) + 0.5, "t": labels}
     require_torchs(model, feeds, by_torch, ["x", "w"])
     require_torchs(model, feeds, by_torch, ["w"])
+
+
+def test_a_body_follows_from_the_rank_and_not_from_a_wrong_declaration() -> None:
+    """That of RotaryEmbedding; onnxruntime ignores the declaration, with a warning."""
+    body = "h = Mul (x, w) y = RotaryEmbedding <num_heads = 2> (h, c, s)"
+    inputs = "float[2, 3, 8] x, float[8] w, float[2, 3, 2] c, float[2, 3, 2] s"
+    model = model_of(inputs, body, 23, "float[2, 3, 8] y", "float[2, 2, 3, 4] h")
+
+    def by_torch(x: Tensor, w: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        a, b = (x * w).reshape(2, 3, 2, 4).chunk(2, -1)
+        c, s = c.unsqueeze(2), s.unsqueeze(2)
+        return torch.cat([c * a - s * b, s * a + c * b], -1).reshape(2, 3, 8)
+
+    shapes = {"x": (2, 3, 8), "w": (8,), "c": (2, 3, 2), "s": (2, 3, 2)}
+    feeds = {name: numbers(*shape, seed=k) for k, (name, shape) in enumerate(shapes.items())}
+    require_torchs(model, feeds, by_torch, ["x", "w"])

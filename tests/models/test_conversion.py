@@ -285,6 +285,23 @@ def _signature(schema: onnx.defs.OpSchema) -> tuple[object, ...]:
     return attributes, [(i.name.lower(), i.option) for i in schema.inputs], [o.option for o in schema.outputs]
 
 
+@pytest.mark.parametrize("name", ["Softmax", "LogSoftmax", "Hardmax"])
+@pytest.mark.parametrize("wrong", ["float[5, 4]", "float[5, 2, 3, 4]"])
+def test_a_rank_that_is_declared_wrong_does_not_count(name: str, wrong: str) -> None:
+    """onnxruntime ignores it, with a warning."""
+    axis = wrong.count(",")
+    older = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 11]> g (float[5, 2, 4] x) => (float[5, 2, 4] y) <{wrong} h> '
+        f"{{ h = Neg (x) y = {name} <axis = {min(axis, 2)}> (h) }}"
+    )
+    newer = ir.from_proto(older)
+    raise_opset(newer, OLDEST_OPSET)
+    feeds = {"x": np.random.default_rng(0).standard_normal((5, 2, 4)).astype(np.float32)}
+    protos = (ir.to_proto(newer), older)
+    got, wanted = (onnxruntime.InferenceSession(m.SerializeToString()).run(None, feeds)[0] for m in protos)
+    np.testing.assert_array_equal(got, wanted)
+
+
 FUNCTION_AND_BRANCHES = """<ir_version: 8, opset_import: ["": 11, "f": 1]>
 g (float[2, 3, 4] x, bool flag) => (float[2, 3, 4] y)
 {

@@ -48,6 +48,9 @@ PREFIX = "gradient/"
 METADATA_KEY = "gradfuse.gradients"
 """The metadata key for the name of each gradient output, by the name that it was taken with respect to."""
 
+_BY_RANK = frozenset({"RotaryEmbedding"})
+"""Operators that ONNX defines by others as the rank of their input is."""
+
 _SMALL = 64
 """How many elements a constant has at most that a shape may depend on."""
 
@@ -291,8 +294,9 @@ def _expand_functions(model: ir.Model) -> None:
     for _ in range(4):  # a body may use others again
         called = False
         without = [n for n in model.graph.all_nodes() if entry_of(n) is None and n.domain in ("", "ai.onnx")]
-        if any(value is not None and value.dtype is None for node in without for value in node.inputs):
-            infer(model)  # A body may depend on the types of the inputs.
+        untyped = any(value is not None and value.dtype is None for node in without for value in node.inputs)
+        if untyped or any(node.op_type in _BY_RANK for node in without):
+            infer(model)  # A body may depend on the types of the inputs, and what is declared of ranks be wrong.
         for index, node in enumerate(without):
             function = None if node.overload else _body(node, model.opset_imports[""])
             if function is not None:

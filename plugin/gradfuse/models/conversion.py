@@ -34,6 +34,7 @@ def raise_opset(model: ir.Model, opset: int) -> None:
     Raises:
         ModelError: a node has no equivalent in the newer opset. The model is then unusable.
     """
+    ranks = _Ranks(model)
     holders: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     for holder in holders:
         imports = model.opset_imports if isinstance(holder, ir.Graph) else holder.opset_imports
@@ -47,7 +48,7 @@ def raise_opset(model: ir.Model, opset: int) -> None:
             for node in list(graph):
                 graphs += graphs_of(node)
                 if node.domain == "":
-                    _raise_node(node, before, opset, names)
+                    _raise_node(node, before, opset, names, ranks)
         imports[""] = opset
 
 
@@ -71,10 +72,10 @@ def inline_functions(model: ir.Model, chosen: Callable[[ir.Function], bool] = la
         raise ModelError(f"a function cannot be put in the place of its calls: {error}") from error
 
 
-def _raise_node(node: ir.Node, before: int, opset: int, names: Names) -> None:
+def _raise_node(node: ir.Node, before: int, opset: int, names: Names, ranks: _Ranks) -> None:
     for since, adapter in sorted(_ADAPTERS.get(node.op_type, ()), key=lambda pair: pair[0]):
         if before < since <= opset:
-            adapter(_Place(node, names))
+            adapter(_Place(node, names, ranks))
             # What an older operator has become is written as of the version in which it changed.
             if node.graph is None:
                 return
@@ -91,12 +92,44 @@ def _since(version: int, *op_types: str) -> Callable[[Adapter], Adapter]:
     return put
 
 
+class _Ranks:
+    """The ranks of values of a model that follow from its inputs, whatever it declares of results.
+
+    onnxruntime goes on with a warning where that is wrong.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self._model = model
+        self._known: dict[ir.Value, int] | None = None
+
+    def of(self, value: ir.Value) -> int | None:
+        """Return the rank of a value; None where it is not known, and where the model declares none."""
+        if value.shape is None:
+            return None
+        if self._known is None:
+            self._known = self._followed()
+        return self._known.get(value)
+
+    def _followed(self) -> dict[ir.Value, int]:
+        from gradfuse.passes.propagation import Facts
+
+        inside = [value for graph in self._model.graph.subgraphs() for value in graph.inputs]
+        results = [value for node in self._model.graph.all_nodes() for value in node.outputs]
+        declared = {value: value.shape for value in (*inside, *results)}
+        for value in declared:
+            value.shape = None
+        followed = {value: len(sizes) for value, sizes in Facts(self._model).shapes.items()}
+        for value, shape in declared.items():
+            value.shape = shape
+        return followed
+
+
 class _Place:
     """A node that is rewritten, and the place for nodes before it."""
 
-    def __init__(self, node: ir.Node, names: Names) -> None:
+    def __init__(self, node: ir.Node, names: Names, ranks: _Ranks) -> None:
         self.node = node
-        self._names = names
+        self._names, self._ranks = names, ranks
 
     @property
     def x(self) -> ir.Value:
@@ -104,6 +137,11 @@ class _Place:
         value = self.node.inputs[0]
         assert value is not None
         return value
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of the node's first input, where it is known whatever the model declares."""
+        return self._ranks.of(self.x)
 
     def take(self, name: str, default: Any = None) -> Any:
         """Remove an attribute, and return its value."""
@@ -312,8 +350,9 @@ def _split_13(place: _Place) -> None:
 @_since(13, "Softmax", "LogSoftmax", "Hardmax")
 def _softmax_13(place: _Place) -> None:
     """It was over all axes from `axis` on, together."""
-    axis, shape = place.take("axis", 1), place.x.shape
-    if axis == _LAST or (shape is not None and axis % max(len(shape), 1) == len(shape) - 1):
+    axis = place.take("axis", 1)
+    rank = None if axis == _LAST else place.rank
+    if axis == _LAST or (rank is not None and axis % max(rank, 1) == rank - 1):
         place.set("axis", _LAST)
         return
     rows = place.op("Flatten", place.x, axis=axis)
