@@ -676,3 +676,20 @@ def test_one_tensor_of_many_layers_is_divided_in_linear_time(op: str) -> None:
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
     step = quietly(model, fuse=False)
     assert {"b", *(f"b_{k}" for k in range(2, layers + 1))} <= step.parameters.keys()
+
+
+def test_scales_of_blocks_that_would_train_are_named() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21]> g (float[n, 4] x) => (float[n, 3] y)'
+        "<int8[4, 3] q = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, float[2, 3] s = {0.5, 0.3, 0.7, 0.2, 0.9, 0.4},"
+        " float[2, 3] r = {0.1, 0.8, 0.6, 0.35, 0.15, 0.45}, float[3] b = {0.1, 0.2, 0.4}>"
+        "{ v = DequantizeLinear<axis = 0, block_size = 2>(q, s) w = DequantizeLinear<axis = 0, block_size = 2>(q, r)"
+        " h = MatMul(x, v) k = MatMul(x, w) z = Sub(h, k) y = Add(z, b) }"
+    )
+    with pytest.raises(ModelError, match=re.escape("scales are parameters; expected frozen=['s', 'r']")) as error:
+        build_training_step(model, "mse", trainable=["*"])
+    assert "\n" not in str(error.value)
+    step = build_training_step(model, "mse", frozen=["s", "r"])
+    x = np.ones((2, 4), np.float32)
+    (y,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    assert list(step.parameters) == ["b"] and TrainingSession(step).step(x, y) < 1e-10

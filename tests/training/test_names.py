@@ -170,3 +170,18 @@ def test_inputs_of_a_model_keep_such_names(name: str) -> None:
         optimizer.step()
         assert session.step(X.numpy(), ZEROS.numpy()) == pytest.approx(loss.item(), rel=1e-6)
     assert np.abs(session.evaluate(X.numpy()) - (X * parameter).tanh().detach().numpy()).max() < 1e-6
+
+
+def test_a_name_that_checkpoints_cannot_have_is_refused_before_training(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[N, 2] x) => (float[N, 2] y)
+        <float[2] p = {1, 2}> { y = Mul(x, p) }"""
+    )
+    model.graph.initializer[0].name = model.graph.node[0].input[1] = "__metadata__"
+    step = gradfuse.build_training_step(model, "mse", trainable=["__metadata__"])
+    wanted = "a tensor has the name '__metadata__', which safetensors files reserve; expected another"
+    with pytest.raises(gradfuse.ModelError, match=wanted):
+        TrainingSession(step)
+    with pytest.raises(gradfuse.ModelError, match=wanted):
+        step.save(tmp_path / "step.onnx", defaults=False)
+    assert not list(tmp_path.iterdir())

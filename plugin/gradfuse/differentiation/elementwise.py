@@ -336,6 +336,16 @@ def clip(call: Call) -> Iterator[Gradient]:
 # Types, selection, randomness
 
 
+def _scales_of_blocks(node: ir.Node) -> list[str]:
+    """Return the names of the tensors that are scales of blocks, in the graph of a node."""
+    others = [node] if node.graph is None else list(node.graph)
+    blocked = (
+        n for n in others if n.op_type == node.op_type and not n.domain and n.attributes.get_int("block_size", 0) > 0
+    )
+    scales = (n.inputs[1] for n in blocked)
+    return list(dict.fromkeys(str(one.name) for one in scales if one is not None and one.producer() is None))
+
+
 @gradient("DequantizeLinear", limits="scales of one element, or of one for each index along an axis")
 def dequantize_linear(call: Call) -> Iterator[Gradient]:
     """(x - zero_point) scale."""
@@ -346,7 +356,9 @@ def dequantize_linear(call: Call) -> Iterator[Gradient]:
 
     def by_scale() -> Tensor:
         if call.attribute("block_size", 0):
-            raise call.error("it has a block_size; expected none")
+            trained = _scales_of_blocks(call.node)
+            why = f", and its scales are parameters; expected frozen={trained}" if trained else "; expected none"
+            raise call.error(f"it has a block_size{why}")
         axis = call.attribute("axis", 1) % max(rank, 1)
         column = [1 if k != axis else -1 for k in range(rank)] if scale_rank else []
         steps = x.cast(dy.dtype)

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from gradfuse.errors import GradfuseError, ModelError, one_line
 from gradfuse.models.arrays import Arrays
+
+RESERVED = "__metadata__"
+"""What the format has in the place of a name."""
+
+
+def require_names(names: Iterable[str], who: str) -> None:
+    """Refuse names with which a file could be written, and not be read.
+
+    Raises:
+        ModelError: a name is `RESERVED`; `who` begins the message.
+    """
+    if RESERVED in names:
+        raise ModelError(
+            f"{who}: a tensor has the name {RESERVED!r}, which safetensors files reserve; expected another"
+        )
 
 
 def safetensors_numpy(who: str) -> Any:
@@ -29,8 +44,10 @@ def content(tensors: Mapping[str, Any], who: str) -> bytes:
     """Return the content of a file of these arrays, marked as torch's names and layouts.
 
     Raises:
+        ModelError: a name is `RESERVED`.
         GradfuseError: safetensors is not installed; `who` begins the message.
     """
+    require_names(tensors, who)
     # Contiguous, as safetensors takes an array's memory as it lies.
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     written: bytes = safetensors_numpy(who).save(arrays, metadata={"format": "pt"})

@@ -274,7 +274,7 @@ class TrainingStep:
 
         Raises:
             ModelError: an input of the model has no value, or two; a name of the batch or of `state_dict_names` stands
-                for nothing; or there is no loss.
+                for nothing; or there is no loss; or a name cannot be in a checkpoint.
         """
         evaluation = self.evaluation_model
         self._require_names(
@@ -289,6 +289,8 @@ class TrainingStep:
     ) -> None:
         """Do the work of `require_consistent`, given the names of the inputs and outputs of the models."""
         held = [name for field in _TENSORS[:-1] for name in getattr(self, field)]
+        # Checkpoints have these names.
+        tensor_files.require_names([*held, *self.state_dict_names], who)
         given = collections.Counter([*held, *self.input_names, *self.target_names])
         sources = {*self.parameters, *self.buffers, *self.frozen, *self.constants}
         for name in inputs:
