@@ -12,7 +12,8 @@ import torch
 from autograd import model_of, numbers, require_torchs, shaped
 from torch import Tensor
 
-from gradfuse import ModelError, differentiate
+from gradfuse import ModelError, TrainingSession, build_training_step, differentiate
+from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
 
@@ -333,3 +334,39 @@ def test_weights_in_a_branch_keep_their_names_in_the_model_that_was_given() -> N
     for wide in (True, False):
         require_torchs(model, {**feeds, "wide": np.array(wide)}, by_torch, ["a"])
     assert model.SerializeToString() == before
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+def test_a_loop_whose_shapes_are_not_declared_has_those_that_it_begins_with(turns: int) -> None:
+    """A loss needs the rank of what it gives."""
+    float_ = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, None)
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 18]> g (float[n, 2] x) => (float[p, q] y)
+        <float[2, 2] w = {0.5, -0.3, 0.2, 0.7}, int64 t = {3}> {
+            h, s = Loop (t, , x) <body = b (int64 i, bool c, float[2] v) => (bool d, float[2] u, float[2] o) {
+                d = Identity (c) m = MatMul (v, w) u = Tanh (m) o = ReduceMax <keepdims = 0> (u)
+            }>
+            f = ReduceSum <keepdims = 0> (s) y = Mul (h, f)
+        }"""
+    )
+    model.graph.initializer[1].CopyFrom(onnx.numpy_helper.from_array(np.array(turns), "t"))
+    body = model.graph.node[0].attribute[0].g
+    for value in (body.input[2], *body.output[1:]):
+        value.type.CopyFrom(float_)
+    model.graph.output[0].type.CopyFrom(float_)
+    x = np.random.default_rng(0).uniform(-1, 1, (3, 2)).astype(np.float32)
+    session = TrainingSession(build_training_step(model, "mse", trainable=["w"], check=False))
+    session.step(x, np.ones((3, 2), np.float32))
+
+    def gradient(dtype: torch.dtype) -> torch.Tensor:
+        leaf = torch.tensor([[0.5, -0.3], [0.2, 0.7]], dtype=dtype, requires_grad=True)
+        h, total = torch.tensor(x, dtype=dtype) + 0 * leaf.sum(), torch.zeros((), dtype=dtype)
+        for _ in range(turns):
+            h = torch.tanh(h @ leaf)
+            total = total + h.amax()
+        (h * total - 1).square().mean().backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        return leaf.grad
+
+    native, exact = gradient(torch.float32), gradient(torch.float64)
+    assert_gradients_close(session.gradients["w"], native, exact, torch.float32, terms=16 * float(exact.abs().max()))

@@ -16,7 +16,7 @@ from gradfuse.custom_ops import DOMAIN, VERSION
 from gradfuse.differentiation import padding, sequences
 from gradfuse.differentiation.contrib import share_packed_weights
 from gradfuse.differentiation.convolutions import fuse_convolutions
-from gradfuse.differentiation.dependence import is_branches, repeated
+from gradfuse.differentiation.dependence import Repeated, is_branches, repeated
 from gradfuse.differentiation.expansion import expand
 from gradfuse.differentiation.fused_attention import LEFT, fuse_attention
 from gradfuse.differentiation.linear_cross_entropy import fuse_heads, join_heads
@@ -275,6 +275,26 @@ def _infer_turns(model: ir.Model) -> None:
                 break
             for value in unknown:
                 value.shape = None
+        given = [_give_results(loop, tried) for loop in loops]
+        if any(given):
+            _infer_once(model)
+
+
+def _give_results(loop: Repeated, kept: Collection[ir.Value]) -> bool:
+    """Give results of a Loop that have no shape those within its body; return whether there are any.
+
+    Of its carried values, those in `kept` have a shape that no iteration changes.
+    """
+    if loop.node.op_type != "Loop":
+        return False
+    firsts = loop.body.inputs[loop.first :]
+    given = False
+    for k, value in enumerate(loop.node.outputs):
+        inner = firsts[k] if k < loop.carried else loop.body.outputs[loop.ahead + k]
+        if value.shape is None and inner.shape is not None and (inner in kept or k >= loop.carried):
+            value.shape = ir.Shape(inner.shape if k < loop.carried else [None, *inner.shape])
+            given = True
+    return given
 
 
 def _weakened(first: ir.Value, last: ir.Value) -> bool:
