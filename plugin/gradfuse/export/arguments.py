@@ -120,6 +120,9 @@ class Arguments:
         except TypeError as error:
             given = few(name for name, _ in self.nesting["arguments"]) or "none"
             wanted = few(list(signature.parameters)[skipped:]) or "none"
+            if skipped and "missing" in str(error):
+                # As torch's losses of pairs and triplets.
+                wanted += "; of several outputs it gets one tuple: lambda outputs, *targets: loss(*outputs, *targets)"
             raise refusal(
                 f"{what} does not take the {which} of the batch, {given}: {error}; expected {wanted}"
             ) from error
