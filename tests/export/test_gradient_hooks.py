@@ -502,3 +502,24 @@ def test_a_hook_in_another_place_is_seen_where_it_changes_nothing_on_the_batch(m
     monkeypatch.setattr(gradient_hooks, "put_in_place", lambda program: program)
     with pytest.raises(ExportError, match="changes other gradients in the exported step than in PyTorch; expected a"):
         export_training_step(module, F.mse_loss, _pairs(1)[0])
+
+
+def test_a_hook_that_differentiates_is_refused_in_words_of_ours() -> None:
+    """As the tutorial of deep equilibrium models has it."""
+
+    class Equilibrium(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = torch.tanh(self.layer(x))
+            before = z.detach().requires_grad_()
+            after = torch.tanh(self.layer(before))
+            z.register_hook(lambda g: torch.autograd.grad(after, before, g, retain_graph=True)[0] + g)  # type: ignore[no-untyped-call]
+            return z
+
+    with pytest.raises(
+        ExportError, match=r"a tensor is computed where tracing does not follow, as by autograd\.grad in"
+    ):
+        export_training_step(Equilibrium(), F.mse_loss, (torch.randn(3, 4), torch.randn(3, 4)))

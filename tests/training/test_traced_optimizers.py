@@ -296,6 +296,12 @@ class ChangesOptionLater(Own):
                 p.sub_(p.grad * group["lr"] * (0.5 if group.get("warm") else 1.0))
 
 
+class CountsBeside(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.state["k"] = torch.tensor([1])  # type: ignore[index]
+        p.sub_(g * group["lr"])
+
+
 class CountsSometimes(Own):
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.setdefault("t", 0)
@@ -405,6 +411,7 @@ class NoRate(Own):
         (LeansOnOthers, "its step updates 'first.weight' otherwise when it has other parameters besides"),
         (ChangesOptionLater, "its step changes the option 'warm' of its parameter group in later steps; expected"),
         (lambda p: OfLists(p, None), "the lr of parameter group 0 is None; expected a number"),  # type: ignore[arg-type]
+        (CountsBeside, "its step fails: it keeps 'k' in its state beside what parameters have; expected numbers in"),
         (CountsSometimes, "its step does not always add 1 to the state 't'"),
         (BeginsLater, "its step changes the state 'mean' in later steps only"),
         (Lists, "state 'history' of 'first.weight' is list; expected tensors and numbers"),

@@ -59,6 +59,8 @@ _UNBACKED = "Pending unbacked symbols"
 _UNHASHABLE = "unhashable type: non-nested SymInt"
 _WITHOUT_DATA = "The tensor has a non-zero number of elements, but its data is not allocated yet"
 """How torch's messages about data-dependent sizes begin."""
+_UNSEEN = "We found a fake tensor in the exported program constant's list"
+"""How torch's message about what it has not traced begins."""
 
 _CONSTANT = re.compile(
     r"marked L\['(inputs|targets)'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but your code specialized it to be a "
@@ -94,6 +96,11 @@ def reason(error: BaseException) -> str:
         return (
             f"numbers are taken out of tensors, as by an index that is a tuple or list of tensors{_in(place(error))}; "
             "expected one tensor of indices for each axis, as of torch.stack"
+        )
+    if text.startswith(_UNSEEN):
+        return (
+            f"a tensor is computed where tracing does not follow{_in(place(error))}, as by autograd.grad in a hook of "
+            "a tensor, or kept from an earlier call; expected the step to compute all that it uses"
         )
     found = _NOTES.search(text)
     kept = cut(text[: found.start()]) if found is not None else ""

@@ -395,6 +395,10 @@ class _States(defaultdict[Any, Any]):
     """The states of an optimizer, which may put a whole dictionary in."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"it keeps {key!r} in its state beside what parameters have; expected numbers in their groups"
+            )
         if not isinstance(value, _Watched):
             state = _Watched()
             state.update(value)
