@@ -429,6 +429,27 @@ def test_what_cannot_be_traced_is_refused(make: Callable[..., optim.Optimizer], 
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+class OfScale(Own):
+    """Keeps a number for each parameter that no step changes."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g * group["lr"] * state.setdefault("scale", 1.0))
+
+
+def test_numbers_of_parameters_of_one_shape_may_differ() -> None:
+    torch.manual_seed(0)
+    module, data = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))), torch.randn(5, 4)
+    optimizer = OfScale(module.parameters())
+    for parameter, scale in zip(module.parameters(), (1.0, 3.0, 1.0), strict=True):
+        optimizer.state[parameter]["scale"] = scale
+    session = TrainingSession(export_training_step(module, F.mse_loss, (data, data * 2.0), optimizer))
+    session.step(data, data * 2.0)
+    F.mse_loss(module(data), data * 2.0).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(session.state_dict()[name], parameter.detach().numpy(), rtol=0, atol=4 * 2.0**-24)
+
+
 def test_random_numbers_in_a_step_are_refused() -> None:
     module = nn.Linear(4, 3, bias=False)
     with pytest.raises(ExportError, match=r"its step draws random numbers by aten\.randn_like"):

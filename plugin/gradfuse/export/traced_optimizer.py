@@ -107,7 +107,7 @@ def _traced(
     changing: Mapping[int, Collection[str]],
 ) -> Traced:
     """Trace the step of an optimizer that changes some options of groups, whether in the first steps or later."""
-    kinds: dict[Any, _Kind] = {}
+    kinds: dict[Any, list[_Kind]] = defaultdict(list)
     of: dict[str, _Kind] = {}
     state: dict[str, Any] = {}
     steps: dict[str, int] = {}
@@ -124,9 +124,11 @@ def _traced(
                     "parameters in float32 or float64",
                 )
             key = index, tuple(parameter.shape), parameter.dtype, parameter.device, _signature(held)
-            if key not in kinds:
-                kinds[key] = _Kind.of(optimizer, index, parameter, name, changing.get(index, ()))
-            kind = of[name] = kinds[key]
+            kind = next((one for one in kinds[key] if one.has_constants_of(held)), None)
+            if kind is None:
+                kind = _Kind.of(optimizer, index, parameter, name, changing.get(index, ()))
+                kinds[key].append(kind)
+            of[name] = kind
             begin = kind.begin | held
             # Some begin with a number where a tensor will be.
             state |= {
@@ -143,7 +145,8 @@ def _traced(
                 begun.add(name)
     if len(of) > 1:
         _require_separate(optimizer, {kind: name for name, kind in of.items()}, names)
-    rules = dict(zip(kinds.values(), _rules(optimizer, list(kinds.values()), run_time), strict=True))
+    every = [kind for alike in kinds.values() for kind in alike]
+    rules = dict(zip(every, _rules(optimizer, every, run_time), strict=True))
     if not _is_of_torch(optimizer):
         _require_by_value(optimizer, names)
     return Traced({name: rules[kind] for name, kind in of.items()}, state, steps, frozenset(begun))
@@ -272,6 +275,10 @@ class _Kind:
             counters=tuple(counters),
             first_differs=first_differs,
         )
+
+    def has_constants_of(self, held: Mapping[str, Any]) -> bool:
+        """Whether what a parameter has and no step changes is as for this kind."""
+        return all(_same(held.get(key, value), value) for key, value in self.constants.items())
 
     @property
     def dtype(self) -> torch.dtype:
