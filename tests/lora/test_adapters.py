@@ -87,11 +87,13 @@ def _gemm_with_all() -> Base:
     return Base(model, _weight().astype(float), 0.5, True)
 
 
-def _int8() -> Base:
+def _int8(dtype: Any = np.float32) -> Base:
     stored = np.random.default_rng(5).integers(-128, 128, (OUT, IN)).astype(np.int8)
-    scales = np.random.default_rng(6).uniform(0.001, 0.01, OUT).astype(np.float32)
+    scales = np.random.default_rng(6).uniform(0.001, 0.01, OUT).astype(dtype)
+    cast = [] if dtype == np.float32 else [helper.make_node("Cast", ["scales"], ["wide"], to=TensorProto.FLOAT)]
     nodes = [
-        helper.make_node("DequantizeLinear", ["fc.weight", "scales"], ["w"], axis=0),
+        *cast,
+        helper.make_node("DequantizeLinear", ["fc.weight", "wide" if cast else "scales"], ["w"], axis=0),
         helper.make_node("Transpose", ["w"], ["t"]),
         helper.make_node("MatMul", ["x", "t"], ["y"], name="product"),
     ]
@@ -112,6 +114,7 @@ BASES: dict[str, Callable[[], Base]] = {
     "Gemm": _gemm,
     "Gemm with all": _gemm_with_all,
     "behind DequantizeLinear": _int8,
+    "behind DequantizeLinear by float16": lambda: _int8(np.float16),
     "MatMulNBits": _int4,
     "MatMulNBits of 8 bits": lambda: _int4(8),
 }

@@ -192,8 +192,8 @@ def _tensor(value: ir.Value) -> ir.TensorProtocol | None:
 
 
 def _dtype(value: ir.Value) -> ir.DataType | None:
-    tensor = _tensor(value)
-    return value.dtype if tensor is None else tensor.dtype
+    traced = _traced(value)
+    return value.dtype if traced is None else traced[2]
 
 
 def _module(node: ir.Node, weight: ir.Value) -> str:
