@@ -1146,6 +1146,9 @@ def when_a_condition_is_decided(note: Callable[[Any, Any], None]) -> Iterator[No
         ShapeEnv.evaluate_expr = original  # type: ignore[method-assign]
 
 
+_MOST_NUMBERS, _LARGEST_SIZE = 8, 1 << 24
+
+
 @dataclasses.dataclass(frozen=True)
 class SizeCondition:
     """What tracing took to be so of the sizes of inputs, as it is in the example.
@@ -1174,6 +1177,34 @@ class SizeCondition:
             return bool(self.expression.xreplace(numbers))
         except ZeroDivisionError:
             return False
+
+    def special(self, known: Mapping[str, int] | None = None) -> list[int]:
+        """Return sizes of one symbol at which it may be otherwise than at others: by the numbers in it.
+
+        Args:
+            known: the sizes of all other symbols.
+        """
+        import sympy
+
+        sizes = known or {}
+        given = {one: sympy.Integer(sizes[str(one)]) for one in self.expression.free_symbols if str(one) in sizes}
+        expression = self.expression.xreplace(given) if given else self.expression
+        if not expression.free_symbols:
+            return []
+        atoms = expression.atoms(sympy.Rational)
+        numbers = sorted({abs(number) for one in atoms for number in (int(one.p), int(one.q))})[:_MOST_NUMBERS]
+        pairs = [(one, other) for one in numbers for other in numbers]
+        found = {*numbers, *(one * other for one, other in pairs), *(one + other for one, other in pairs)}
+        found |= {one // other for one, other in pairs if other} | {one - other for one, other in pairs}
+        return sorted({size + near for size in found for near in (-1, 0, 1) if 2 <= size + near < _LARGEST_SIZE})
+
+    @property
+    def is_specialised(self) -> bool:
+        """Whether what is computed from sizes was taken to be the number that it is in the example."""
+        import sympy
+
+        sides = self.expression.args if isinstance(self.expression, sympy.Eq) else ()
+        return any(one.is_Integer for one in sides) and any(one.atoms(sympy.Function) for one in sides)
 
     @property
     def is_strict(self) -> bool:

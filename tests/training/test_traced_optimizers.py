@@ -302,6 +302,51 @@ class CountsBeside(Own):
         p.sub_(g * group["lr"])
 
 
+class CountsForAll(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        of_all = self.state["global"]  # type: ignore[index]
+        of_all["n"] = of_all.get("n", 0) + 1
+        p.sub_(g * group["lr"] * (0.1 if of_all["n"] > 20 else 1.0))
+
+
+class LooksUp(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["n"] = state.get("n", 0) + 1
+        p.sub_(g * group["lr"] * {20: 0.1}.get(state["n"], 1.0))
+
+
+class LooksUpText(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["n"] = state.get("n", 0) + 1
+        p.sub_(g * group["lr"] * {"20": 0.1}.get(str(state["n"]), 1.0))
+
+
+class ChangesAttributeLater(Own):
+    is_late = False
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["n"] = state.get("n", 0) + 1
+        if state["n"] == 20:
+            self.is_late = True
+        p.sub_(g * group["lr"] * (0.1 if self.is_late else 1.0))
+
+
+class ClipsLate(Own):
+    """Clips by a norm that small gradients do not reach, and at no learning rate is seen."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norm = sum((p.grad**2).sum() for p in group["params"]) ** 0.5
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] * (40.0 / norm if norm > 40.0 else 1.0))
+
+
+class OfFirstRate(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(g * self.param_groups[0]["lr"])
+
+
 class CountsSometimes(Own):
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.setdefault("t", 0)
@@ -411,6 +456,13 @@ class NoRate(Own):
         (LeansOnOthers, "its step updates 'first.weight' otherwise when it has other parameters besides"),
         (ChangesOptionLater, "its step changes the option 'warm' of its parameter group in later steps; expected"),
         (lambda p: OfLists(p, None), "the lr of parameter group 0 is None; expected a number"),  # type: ignore[arg-type]
+        (CountsForAll, "its step fails: it keeps 'global' in its state beside what parameters have"),
+        (LooksUp, "its step looks up its count, the rate or another number in a set or a dictionary"),
+        (LooksUpText, "its step takes the text of its state, its gradient or the rate"),
+        (ChangesAttributeLater, "its step changes its attribute 'is_late' in later steps; expected changes of state"),
+        (ClipsLate, "its step updates 'first.weight' otherwise when it has other parameters besides"),
+        (lambda p: ClipsLate(p, lr=0.0), "its step updates 'first.weight' otherwise when it has other parameters"),
+        (lambda p: OfFirstRate([{"params": [one]} for one in p]), "otherwise when it has other parameters besides"),
         (CountsBeside, "its step fails: it keeps 'k' in its state beside what parameters have; expected numbers in"),
         (CountsSometimes, "its step does not always add 1 to the state 't'"),
         (BeginsLater, "its step changes the state 'mean' in later steps only"),
@@ -427,6 +479,38 @@ def test_what_cannot_be_traced_is_refused(make: Callable[..., optim.Optimizer], 
     with pytest.raises(ExportError) as error:
         export_training_step(module, F.cross_entropy, batches(1, 3)[0], make(module.parameters()))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+class OfPlaces(Own):
+    """Finds something of a group by its place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.factors = [1.0, 0.5]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, factor in zip(self.param_groups, self.factors, strict=True):
+            for p in group["params"]:
+                # The largest by a function of two results.
+                p.sub_(p.grad * group["lr"] * factor / (1.0 + p.grad.flatten().max(-1)[0]))
+
+
+def test_groups_keep_their_places() -> None:
+    torch.manual_seed(0)
+    module, data = Mlp(), batches(4, 3)
+    _, exact = train(module, lambda m: OfPlaces(groups(m)), data, torch.float64)
+    _, native = train(module, lambda m: OfPlaces(groups(m)), data, torch.float32)
+    session = TrainingSession(export_training_step(module, F.cross_entropy, data[0], OfPlaces(groups(module))))
+    for batch in data:
+        session.step(*batch)
+    assert_trained(session.state_dict(), native, exact, len(data))
+
+
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    module, data = Mlp(), batches(1, 3)
+    optimizer = optim.Adam(module.parameters(), lr=torch.tensor(0.25))
+    assert TrainingSession(export_training_step(module, F.cross_entropy, data[0], optimizer)).learning_rate == 0.25
 
 
 class OfScale(Own):

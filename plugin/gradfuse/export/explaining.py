@@ -186,7 +186,7 @@ def code_of(function: Any) -> Any:
 
 def is_asked_by_code(condition: private.SizeCondition) -> bool:
     """Whether the user's code decides by a condition on sizes, or calls what does so; else torch asks for itself."""
-    if is_users(condition.filename) or condition.function in _SLICING:
+    if is_users(condition.filename) or condition.function in _SLICING or condition.is_specialised:
         return True
     return condition.filename.endswith(_OPERATORS) and condition.has_remainder
 
@@ -448,8 +448,10 @@ def _assumed(
         return condition.holds({symbol: values[varied.index(label)] for symbol, label in labels.items()})
 
     term = term_of(condition.expression, {symbol: SizeOf(name, axis) for symbol, (name, axis) in axes.items()})
+    symbols = [[symbol for symbol, one in labels.items() if one == label] for label in varied]
     if len(varied) > 1:
-        if all(map(holds, itertools.product(_SOME, repeat=len(varied)))):
+        some = itertools.product(_SOME, repeat=len(varied))
+        if all(map(holds, itertools.chain(some, _special_pairs(condition, symbols)))):
             return None
         written = condition.text({symbol: f"{name}.shape[{axis}]" for symbol, (name, axis) in axes.items()})
         return Assumption(f"{written} is taken to hold", term, f"sizes out of range, expected {written}")
@@ -459,6 +461,11 @@ def _assumed(
         # The batch itself is of the other kind, and is compared with PyTorch.
         return None
     found = None if "%" in written else _range(lambda size: holds([size]), varied[0][1])
+    if found is not None:
+        bounds = range(found[0] or _SMALLEST, (found[1] or _FAR) + 1)
+        # As 100, where `size == 100` is asked for.
+        if not all(holds([size]) for size in condition.special() if size in bounds):
+            found = None
     if found == (None, None):
         return None
     wrong = f"axis {axis} of {name!r} out of range, expected"
@@ -474,6 +481,16 @@ def _assumed(
         # Up to its own end, a slice is all that there is.
         least, most = least and least - 1, most and most + 1
     return _in_range((name, axis), least, most)
+
+
+def _special_pairs(condition: private.SizeCondition, symbols: Sequence[Sequence[str]]) -> Iterator[list[int]]:
+    """Yield sizes of two dimensions and more at which a condition may be otherwise than at others."""
+    for index in range(len(symbols)):
+        for others in itertools.product(_SOME[:_FEW_SIZES], repeat=len(symbols) - 1):
+            sizes = [*others[:index], 0, *others[index:]]
+            known = {one: size for group, size in zip(symbols, sizes, strict=True) for one in group if size}
+            for size in condition.special(known):
+                yield [size if at == index else one for at, one in enumerate(sizes)]
 
 
 def _in_range(axis: tuple[str, int], least: int | None, most: int | None) -> Assumption:
@@ -530,6 +547,7 @@ def _axis(step: TorchStep, source: str) -> tuple[str, int] | None:
 _SMALLEST, _NEAR, _FAR = 2, 64, 2**24
 """torch.export traces sizes from 2 on; conditions are tried for all sizes that are near, and for some far ones."""
 _SOME = (2, 3, 5, 8, 64, 513, 4097)
+_FEW_SIZES = 4
 _UNLIKE = 3
 """At how many sizes for which a condition does not hold a model is tried."""
 
@@ -754,8 +772,11 @@ _SYMBOLIC = (
     __file__,
 )
 """Where symbolic sizes are made numbers and truth values."""
-_BUILTINS = os.path.join(os.path.dirname(torch.__file__), "_export", "non_strict_utils.py")
-"""What torch.export has in place of `min` and `max`."""
+_HELPERS = (
+    os.path.join(os.path.dirname(torch.__file__), "_export", "non_strict_utils.py"),
+    os.path.join(os.path.dirname(__file__), "size_numbers.py"),
+)
+"""What torch.export has in place of `min` and `max`, and gradfuse in place of `int` and the like."""
 
 
 def _deciding() -> FrameType | None:
@@ -767,7 +788,7 @@ def _deciding() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLIC):
         frame = frame.f_back
     while frame is not None and (filename := frame.f_code.co_filename) not in _RUNNERS and not is_users(filename):
-        if filename.startswith(_PACKAGES) and filename != _BUILTINS:
+        if filename.startswith(_PACKAGES) and filename not in _HELPERS:
             return frame
         frame = frame.f_back
     return frame

@@ -26,7 +26,7 @@ _MAKERS = frozenset("tensor as_tensor arange eye zeros ones full".split())
 _LIKE = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full".split())
 """Functions that do so, and read the shape and the type of a tensor alone."""
 _OF_ANY_SIZE = frozenset("nonzero argwhere where unique repeat_interleave masked_select __getitem__".split())
-"""Functions whose results may have a size that depends on the numbers."""
+"""Functions whose results may have a size that depends on the numbers. None is a view, but for items without a mask."""
 
 
 def is_fixed(tensor: Tensor) -> bool:
@@ -62,7 +62,7 @@ class FixedNumbers:
         fixed = self._result(function, args, kwargs) if self._known or name in _MAKERS | _LIKE else None
         if name in _ASKS and fixed is not None:
             return fixed
-        if name in _OF_ANY_SIZE and fixed is not None:
+        if name in _OF_ANY_SIZE and fixed is not None and (name != "__getitem__" or _has_mask(args[1])):
             # Its traced result would have a size of which nothing is known.
             found = tuple(_traced(one) for one in fixed) if isinstance(fixed, tuple) else _traced(fixed)
         else:
@@ -162,6 +162,10 @@ def _traced(numbers: Tensor) -> Tensor:
     with private.untraced():
         listed = numbers.tolist()
     return torch.tensor(listed, dtype=numbers.dtype).reshape(numbers.shape)
+
+
+def _has_mask(index: Any) -> bool:
+    return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in _listed(index))
 
 
 def _listed(value: Any) -> list[Any]:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from gradfuse import _torch_private as private
@@ -176,7 +175,7 @@ def _plain(value: Any) -> Any:
         return tuple(_plain(one) for one in value)
     if not hasattr(value, "item"):
         return value
-    return value.item() if np.size(value) == 1 else tuple(value.tolist())
+    return value.item() if math.prod(value.shape) == 1 else tuple(value.tolist())
 
 
 def _is_number(value: Any) -> bool:

@@ -66,6 +66,8 @@ def _operand(
             return None
         operands.append(operand)
     name = type(expression).__name__
+    if isinstance(expression, sympy.Abs):
+        return Term("Max", (operands[0], Term("Mul", (operands[0], -1))))
     if isinstance(expression, sympy.Ne):
         return Term("Not", (Term("Equal", tuple(operands)),))
     if name in _ROUNDED:

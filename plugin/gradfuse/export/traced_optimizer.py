@@ -15,6 +15,7 @@ import functools
 import inspect
 import math
 import numbers
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -146,15 +147,21 @@ def _traced(
     if len(of) > 1:
         _require_separate(optimizer, {kind: name for name, kind in of.items()}, names)
     every = [kind for alike in kinds.values() for kind in alike]
+    for kind in every:
+        for option in run_time:
+            if _OF_GROUP + option in (*kind.states, *kind.counters):
+                raise _refused(
+                    optimizer, f"run_time has {option!r}, which its step changes; expected what it leaves alone"
+                )
     rules = dict(zip(every, _rules(optimizer, every, run_time), strict=True))
     if not _is_of_torch(optimizer):
         _require_by_value(optimizer, names)
     return Traced({name: rules[kind] for name, kind in of.items()}, state, steps, frozenset(begun))
 
 
-def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return the state of the only parameter of a twin, and the numbers in its group."""
-    (group,) = optimizer.param_groups
+def state_of(optimizer: torch.optim.Optimizer, index: int, parameter: Tensor) -> dict[str, Any]:
+    """Return the state of a parameter, and the numbers in its group."""
+    group = optimizer.param_groups[index]
     kept = {_OF_GROUP + key: value for key, value in group.items() if _is_number(value)}
     return kept | dict(optimizer.state[parameter])
 
@@ -176,21 +183,22 @@ def twin(
     Args:
         optimizer: the optimizer.
         groups: parameter group -> the parameters that have its options, but for those that choose an implementation.
+            The others are empty: code may find something by the place of a group.
         states: their states, where there are some.
-        rates: parameter group -> the learning rate.
+        rates: parameter group -> the learning rate, where it is another one.
     """
     result: torch.optim.Optimizer = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
         # A scheduler's wrapper of step would step the optimizer itself.
         if key != "step":
-            is_own = isinstance(value, (list, dict, set)) and key not in _OWN
-            vars(result)[key] = _copy_of(value) if is_own else value
+            vars(result)[key] = value if key in _OWN else _copy_of(value)
     result.param_groups = []
-    for index, parameters in groups.items():
-        options = {key: one for key, one in optimizer.param_groups[index].items() if key != "params"}
+    for index, group in enumerate(optimizer.param_groups):
+        options = {key: one for key, one in group.items() if key != "params"}
         options |= {key: one for key, one in _IMPLEMENTATION.items() if key in options}
         options = {key: _copy_of(one) for key, one in options.items()}
-        result.param_groups.append({**options, "lr": rates[index], "params": list(parameters)})
+        rate = rates.get(index, options["lr"])
+        result.param_groups.append({**options, "lr": rate, "params": list(groups.get(index, ()))})
     result.state = defaultdict(dict, {parameter: state for parameter, state in states.items() if state})
     return result
 
@@ -332,7 +340,7 @@ class _Probe:
         own, of_group = divided(copy.deepcopy(dict(held)))
         if own:
             other.state[tensor] = _Watched(own)
-        group = other.param_groups[0]
+        group = other.param_groups[index]
         group.update(of_group)
         options, attributes = (
             {key: _copy_of(value) for key, value in _unowned(of).items()} for of in (group, vars(other))
@@ -401,16 +409,27 @@ class _Watched(dict[str, Any]):
 class _States(defaultdict[Any, Any]):
     """The states of an optimizer, which may put a whole dictionary in."""
 
+    def __missing__(self, key: Any) -> Any:
+        _require_parameter(key)
+        return super().__missing__(key)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
     def __setitem__(self, key: Any, value: Any) -> None:
-        if not isinstance(value, Mapping):
-            raise TypeError(
-                f"it keeps {key!r} in its state beside what parameters have; expected numbers in their groups"
-            )
+        _require_parameter(key)
         if not isinstance(value, _Watched):
             state = _Watched()
             state.update(value)
             value = state
         super().__setitem__(key, value)
+
+
+def _require_parameter(key: Any) -> None:
+    if not isinstance(key, Tensor):
+        raise TypeError(f"it keeps {key!r} in its state beside what parameters have; expected numbers in their groups")
 
 
 class _CannotTraceError(Exception):
@@ -450,6 +469,17 @@ class _Numbers(TorchFunctionMode):
         # Kept, so that no other one gets its identity.
         self._numbers[id(tensor)] = tensor
         return tensor
+
+    def of_keys(self) -> dict[str, Any]:
+        """Return what tensors have in place of a hash: numbers that are looked up by one would not be found."""
+        original: Any = Tensor.__hash__
+
+        def hashed(tensor: Tensor) -> int:
+            if id(tensor) in self._numbers and explaining.is_users(sys._getframe(1).f_code.co_filename):
+                raise _CannotTraceError("looks up its count, the rate or another number in a set or a dictionary")
+            return int(original(tensor))
+
+        return {"__hash__": hashed}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -556,7 +586,7 @@ _CONVERSIONS = {
     "__int__": "int()",
     "__index__": "int()",
     "__complex__": "complex()",
-    "__format__": "the text",
+    **dict.fromkeys(("__format__", "__repr__"), "the text"),
     "tolist": "tolist()",
     "numpy": "numpy()",
     "__array__": "numpy()",
@@ -732,7 +762,8 @@ class _Trace:
 
     def _run(self, answers: Sequence[bool], is_first: bool) -> tuple[list[Tensor], list[Tensor]]:
         kind = self.kind
-        with _Numbers(answers) as python:
+        # torch.export itself takes functions of `math` for those that it knows.
+        with _Numbers(answers) as python, _replaced(math, _of_tensors()), _replaced(Tensor, python.of_keys()):
             given = {key: self.count.clone() for key in kind.counters}
             given |= {key: one.clone() for key, one in zip(kind.states, self.state, strict=True)}
             state = {key: python.number(one) if key in kind.numbers else one for key, one in given.items()}
@@ -745,11 +776,17 @@ class _Trace:
             own, of_group = divided(state)
             other = twin(self.optimizer, {kind.index: [tensor]}, {tensor: own}, rates)
             numbers = {place: python.number(one.clone()) for place, one in self.options.items()}
-            (group,) = other.param_groups
+            group = other.param_groups[kind.index]
             group.update(_joined(numbers) | of_group)
             before = dict(group)
+            attributes = {key: _copy_of(value) for key, value in _unowned(vars(other)).items()}
             other.step()
             after = dict(other.state[tensor])
+        for key, value in _unowned(vars(other)).items():
+            if not _same(value, attributes.get(key)):
+                raise _CannotTraceError(
+                    f"changes its attribute {key!r} in later steps; expected changes of state alone"
+                )
         for key, value in group.items():
             if _OF_GROUP + key in given:
                 after[_OF_GROUP + key] = value
@@ -789,7 +826,7 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], run_time: S
     numbers = tuple(tuple(number.clone() for _ in of_group) for of_group in places)
     arguments = (number, tuple(number.clone() for _ in groups), numbers, given)
     try:
-        with torch.no_grad(), quiet(), _replaced(math, _of_tensors()), _replaced(torch.compiler, _AS_IF_RUN):
+        with torch.no_grad(), quiet(), _replaced(torch.compiler, _AS_IF_RUN):
             program = torch.export.export(_Steps(optimizer, kinds, places), arguments, strict=False)
     except _ChangesNumberError:
         raise
@@ -932,13 +969,14 @@ def _require_separate(
         like = copies[kind.like]
         one = like.detach().clone().requires_grad_()
         one.grad = None if like.grad is None else like.grad.clone()
-        other = twin(optimizer, {kind.index: [one]}, {one: copy.deepcopy(states[like])}, rates)
+        # The learning rates of other groups are no matter either.
+        own = {index: rate if index == kind.index else 2 * rate for index, rate in rates.items()}
+        other = twin(optimizer, {kind.index: [one]}, {one: copy.deepcopy(states[like])}, own)
         _take_steps(optimizer, other)
-        alone[kind] = one.detach(), dict(other.state[one]), _unowned(other.param_groups[0])
-    groups = _groups(optimizer, copies)
-    whole = twin(optimizer, groups, states, rates)
+        alone[kind] = one.detach(), dict(other.state[one]), _unowned(other.param_groups[kind.index])
+    whole = twin(optimizer, _groups(optimizer, copies), states, rates)
     _take_steps(optimizer, whole)
-    options = dict(zip(groups, map(_unowned, whole.param_groups), strict=True))
+    options = list(map(_unowned, whole.param_groups))
     for kind, updated in alone.items():
         like = copies[kind.like]
         if not _same((like.detach(), dict(whole.state[like]), options[kind.index]), updated):
@@ -951,7 +989,8 @@ def _require_separate(
 
 def _take_steps(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     """Run some steps of a twin, with multiples of its gradients: what a step keeps may tell in later ones alone."""
-    for factor in (1.0, -0.5, 4.0):
+    # Large ones and small ones, as some are clipped.
+    for factor in (1.0, 1e4, -1e-8, 1e4):
         for group in other.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -1011,7 +1050,8 @@ def _groups(optimizer: torch.optim.Optimizer, others: Mapping[Tensor, Tensor]) -
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> dict[int, float]:
-    return {index: float(group["lr"]) for index, group in enumerate(optimizer.param_groups)}
+    # At 0, as before a warmup, nothing would be seen.
+    return {index: float(group["lr"]) or 0.01 for index, group in enumerate(optimizer.param_groups)}
 
 
 def take_step(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:

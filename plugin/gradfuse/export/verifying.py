@@ -37,6 +37,7 @@ from gradfuse.models.arrays import Arrays, to_numpy, to_tensor
 from gradfuse.models.memory import give_back
 from gradfuse.models.spilling import Shelf
 from gradfuse.training import optimizers
+from gradfuse.training.hyperparameters import LEARNING_RATE
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, STEP, UPDATED_SUFFIX
 
 _NARROW = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
@@ -637,6 +638,8 @@ _UPDATES = 8
 """How many updates in a row are compared; half as many are at a later time."""
 _LATER = 10_000
 """How many updates later that is."""
+_RATE = 0.01
+"""The learning rate where it is 0, as before a warmup."""
 
 
 def _compare_later_updates(
@@ -659,8 +662,9 @@ def _compare_later_updates(
         optimizer, index, parameter = next(one for one in _updated(updating) if one[2] is step.state[name])
         feeds = {name: to_numpy(parameter)}
         feeds |= part.initial_state(feeds) | part.hyperparameters()
+        rate = feeds[LEARNING_RATE] = np.array(feeds[LEARNING_RATE] or _RATE, dtype=np.float32)
         eps = torch.finfo(parameter.dtype).eps
-        begin = functools.partial(_LaterUpdates, optimizer, index, parameter)
+        begin = functools.partial(_LaterUpdates, optimizer, index, parameter, float(rate))
         exact, own, narrow = begin(torch.float64), begin(parameter.dtype), _narrow_eps(model, parameter)
         moved = begin(torch.float64, narrow) if narrow else None
         runs = [one for one in (exact, own, moved) if one is not None]
@@ -718,11 +722,10 @@ class _LaterUpdates:
         optimizer: torch.optim.Optimizer,
         index: int,
         parameter: Tensor,
+        rate: float,
         dtype: torch.dtype,
         moved: float = 0.0,
     ) -> None:
-        rate = float(np.float32(optimizer.param_groups[index]["lr"]))
-
         def taken(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return deepcopy(value)
@@ -733,14 +736,15 @@ class _LaterUpdates:
         self._twin = traced_optimizer.twin(
             optimizer, {index: [self._parameter]}, {self._parameter: state}, {index: rate}
         )
-        self._optimizer, self._rounding = optimizer, Rounding(moved, 0) if moved else None
+        self._optimizer, self._index = optimizer, index
+        self._rounding = Rounding(moved, 0) if moved else None
 
     def skip(self, counters: Collection[str], updates: int) -> None:
         """Raise the optimizer's count of updates."""
-        state = traced_optimizer.state_of(self._twin, self._parameter)
+        state = traced_optimizer.state_of(self._twin, self._index, self._parameter)
         own, of_group = traced_optimizer.divided({key: state[key] + updates for key in counters})
         self._twin.state[self._parameter].update(own)
-        self._twin.param_groups[0].update(of_group)
+        self._twin.param_groups[self._index].update(of_group)
 
     def take_step(self, gradient: Tensor) -> None:
         wide = gradient.to(self._parameter.dtype)
@@ -749,7 +753,7 @@ class _LaterUpdates:
 
     def values(self, name: str) -> Arrays:
         """Return the parameter and its state by the names of the model's inputs, in float64."""
-        state = traced_optimizer.state_of(self._twin, self._parameter)
+        state = traced_optimizer.state_of(self._twin, self._index, self._parameter)
         tensors = {f"{name}.{key}": torch.as_tensor(one) for key, one in state.items() if _is_numeric(one)}
         return {key: to_numpy(one.double()) for key, one in ({name: self._parameter} | tensors).items()}
 
@@ -840,7 +844,7 @@ class _Updates:
             copy.grad = self._gradient(name, part).reshape(copy.shape)
             twin = traced_optimizer.twin(optimizer, {index: [copy]}, {copy: state}, {index: rate})
             if dtype == torch.float64 and type(optimizer) in _IN_ONE_PASS:
-                twin.param_groups[0]["fused"] = True
+                twin.param_groups[index]["fused"] = True
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(copy, self._max_norm, self._norm.to(copy.dtype))
             if not self._skipped:
