@@ -1168,14 +1168,15 @@ class SizeCondition:
     function: str
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Tell whether it is so for sizes, by symbol. It is not so where it divides by 0."""
+        """Tell whether it is so for sizes, by symbol. It is not so where it divides by 0, or sizes are below 0."""
         import sympy
 
         numbers = {one: sympy.Integer(sizes[str(one)]) for one in self.expression.free_symbols}
         try:
             # `subs` takes long for large expressions.
             return bool(self.expression.xreplace(numbers))
-        except ZeroDivisionError:
+        except (ZeroDivisionError, AssertionError):
+            # Some of torch's functions take no number below 0.
             return False
 
     def special(self, known: Mapping[str, int] | None = None) -> list[int]:

@@ -241,6 +241,26 @@ def test_masks_of_constants_choose_a_known_number() -> None:
     _compared(Contrasting(), _batch(4), None, _batch(4))
 
 
+class Writing(Asking):
+    """Writes into views of tensors of constants, and into masks that another tensor has the shape of."""
+
+    def asked(self, x: Tensor) -> Tensor:
+        kept = torch.zeros(4, 6)
+        for row in range(4):
+            kept[row].add_(x[row].tanh())
+        kept[1:3] *= x[:2]
+        mask = torch.ones_like(x, dtype=torch.bool)
+        mask[:, 0] = False
+        view = kept[3]
+        view[mask[3]] = 2.0
+        return kept + torch.where(mask, x, 0.0)
+
+
+def test_views_of_constants_are_written_into() -> None:
+    torch.manual_seed(0)
+    _compared(Writing(), _batch(4), None, _batch(4))
+
+
 def test_a_mask_of_another_shape_is_refused() -> None:
     class Wrong(Asking):
         def asked(self, x: Tensor) -> Tensor:

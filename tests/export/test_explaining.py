@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import inspect
 import math
@@ -335,9 +336,38 @@ def _by_heap(x: Tensor) -> Tensor:
     return x * heapq.nlargest(1, [x.shape[1], 100])[0]
 
 
+def _at_100(x: Tensor) -> Tensor:
+    return x * 2.0 if x.shape[1] == 100 else x
+
+
+def _at_twice(x: Tensor) -> Tensor:
+    return x * 2.0 if x.shape[1] == 4 * x.shape[0] else x
+
+
+def _by_condition(x: Tensor) -> Tensor:
+    return x * (1.0 + int(x.shape[1] > 50))
+
+
+def _by_windows(x: Tensor) -> Tensor:
+    return F.avg_pool1d(x.mT, 1 + x.shape[1] // 64, 1).mT
+
+
+def _by_failing_of_torch(x: Tensor) -> Tensor:
+    with contextlib.suppress(IndexError):
+        return x * 2.0 + x.select(1, 20)[:, None]
+    return x
+
+
+def _far_from_50(x: Tensor) -> Tensor:
+    return x if abs(x.shape[1] - 50) > 30 else x * 2.0
+
+
 @pytest.mark.parametrize(
     "function, text",
     [
+        (_at_100, "size != 100 is taken to hold for axis 1 of 'x'"),
+        (_by_condition, "axis 1 of 'x' is taken to be at most 50"),
+        (_by_windows, "axis 1 of 'x' is taken to be at most 63"),
         # What decides is in torch's stand-in for `min`, and in modules of Python and numpy.
         (_capped, "axis 1 of 'x' is taken to be at most 99"),
         (_least_of_three, "axis 1 of 'x' is taken to be at most 100"),
@@ -403,6 +433,12 @@ def _by_remainder(x: Tensor) -> Tensor:
     "function, fits",
     [
         (_capped, lambda size: size < 100),
+        (_at_100, lambda size: size != 100),
+        (_at_twice, lambda size: size != 12),
+        (_by_condition, lambda size: size <= 50),
+        (_by_windows, lambda size: size < 64),
+        (_by_failing_of_torch, lambda size: size <= 20),
+        (_far_from_50, lambda size: abs(size - 50) > 30),
         (_at_most_512, lambda size: size <= 512),
         (_one_block, lambda size: size <= 256),
         (_first, lambda size: size <= 20),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from like_torch import assert_like_torch, trains_like_torch
 from torch import Tensor, nn
 
-from gradfuse import ExportError, TrainingSession, export_training_step
+from gradfuse import ExportError, GradfuseError, TrainingSession, export_training_step
 
 
 class Between(nn.Module):
@@ -105,7 +105,7 @@ def _between_sizes(h: Tensor) -> Tensor:
 def _tapered(h: Tensor) -> Tensor:
     n = h.shape[1]
     windows = torch.hann_window(n) * torch.hamming_window(n, periodic=False) + torch.bartlett_window(n)
-    return h * (windows - torch.blackman_window(n)).to(h.dtype)[:, None]
+    return h * (windows - torch.blackman_window(n) + torch.linspace(0.5, 2.0, n)).to(h.dtype)[:, None]
 
 
 def _pairs(h: Tensor) -> Tensor:
@@ -145,9 +145,20 @@ def test_functions_of_numbers_take_sizes(function: Callable[[Tensor], Tensor]) -
     code = function.__code__
     shapes: Any = ({0: "batch", 1: "length"},), ({0: "batch"},)
     step = export_training_step(module, F.mse_loss, _batch(3, 12), dynamic_shapes=shapes, fuse=False)
-    for items, length in ((5, 100), (2, 49), (7, 9)):
+    lengths = [(5, 100), (2, 49), (7, 9), *([(3, 1)] if function is _tapered else [])]
+    for items, length in lengths:
         assert_like_torch(step, module, F.mse_loss, _batch(items, length))
     assert function.__code__ is code and "gradfuse_numbers" not in globals()
+
+
+def test_a_size_of_one_is_compared_with_torch() -> None:
+    """The mean of nothing is 0 in onnxruntime, and no number in PyTorch."""
+    module = Between(lambda h: h * h[:, 1:].mean())
+    shapes: Any = ({0: "batch", 1: "length"},), ({0: "batch"},)
+    session = TrainingSession(export_training_step(module, F.mse_loss, _batch(3, 8), dynamic_shapes=shapes))
+    (x,), (target,) = _batch(3, 1)
+    with pytest.raises(GradfuseError, match="axis 1 of 'x' out of range, expected at least 2"):
+        session.step(x, target)
 
 
 class Windows(nn.Module):

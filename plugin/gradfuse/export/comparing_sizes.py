@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -23,7 +23,7 @@ from gradfuse.export.torch_step import TorchStep, undisturbed
 from gradfuse.export.verifying import Opened, Truth, has_onnxruntime
 from gradfuse.models.arrays import Arrays
 from gradfuse.training import batch_checks
-from gradfuse.training.batch_checks import SizeCheck
+from gradfuse.training.batch_checks import SizeCheck, SizeOf, Term
 
 _OF_SHAPES = frozenset(
     """
@@ -126,9 +126,8 @@ def checks_of(
 ) -> list[SizeCheck]:
     """Return what must hold of sizes for a model to be right, and warn the user of it.
 
-    The model is tried where it may be right although something does not hold. So it is at sizes of 1, where the code
-    asks for them, and of 0: PyTorch's export takes every size that varies to be at least 2, whatever the code does at
-    smaller ones.
+    The model is tried where it may be right although something does not hold, and at sizes of 1 and 0: PyTorch's export
+    takes every size that varies to be at least 2, whatever the code does at smaller ones.
 
     Args:
         truth: what PyTorch computes at the sizes of the batch.
@@ -142,7 +141,7 @@ def checks_of(
 
     @functools.cache
     def is_right(dimension: str, size: int) -> bool:
-        return has_onnxruntime() and _is_right(truth, model, opened, {dimension: size}, shapes, which)
+        return has_onnxruntime() and bool(_is_right(truth, model, opened, {dimension: size}, shapes, which))
 
     found = list(assumed.checks)
     for one in assumed.uncertain:
@@ -156,7 +155,23 @@ def checks_of(
     for pair in itertools.combinations(empty, 2):
         if not _is_right(truth, model, opened, dict.fromkeys(pair, 0), shapes, which):
             found.append(explaining.filled([axes[label][0] for label in pair]))
+    for label, alike in axes.items():
+        is_excluded = not has_onnxruntime() or any(_excludes_one(check.condition, alike) for check in found)
+        # Where PyTorch fails, numbers are no harm.
+        if not is_excluded and _is_right(truth, model, opened, {label: 1}, shapes, which) is False:
+            found.append(explaining.not_single(alike[0]))
     return found
+
+
+def _excludes_one(term: Term | SizeOf | float, axes: Collection[Axis]) -> bool:
+    """Whether a condition bounds the size of one of some axes from 2 on, or further."""
+    if not isinstance(term, Term):
+        return False
+    if term.op_type == "And":
+        return any(_excludes_one(operand, axes) for operand in term.operands)
+    first, *others = term.operands
+    is_size = isinstance(first, SizeOf) and (first.name, first.axis) in axes
+    return term.op_type == "GreaterOrEqual" and is_size and all(isinstance(one, int) and one > 1 for one in others)
 
 
 def _varied(model: ir.Model, shapes: DynamicShapes) -> dict[str, list[Axis]]:
@@ -171,8 +186,11 @@ def _varied(model: ir.Model, shapes: DynamicShapes) -> dict[str, list[Axis]]:
 
 def _is_right(
     truth: Truth, model: ir.Model, opened: Opened, changed: Mapping[str, int], shapes: DynamicShapes, which: str
-) -> bool:
-    """Whether a model gives what PyTorch gives where dimensions have other sizes, and the others those of the batch."""
+) -> bool | None:
+    """Whether a model gives what PyTorch gives where dimensions have other sizes, and the others those of the batch.
+
+    None: PyTorch fails there.
+    """
     axes = {
         (name, axis): changed[label]
         for name, one in shapes.names.items()
@@ -181,7 +199,7 @@ def _is_right(
     }
     found = _run(truth, OtherSizes(tuple(changed), axes))
     if isinstance(found, Exception):
-        return False
+        return None
     try:
         _judge(truth, *found, model, opened, which)
     except GradfuseError:

@@ -228,7 +228,10 @@ class Sizes:
                 self.places.append(text_of(*where))
                 self.lines.append(where)
 
+        locations: list[Any] = []
+
         def note_asked(location: Any) -> None:
+            locations.append(location)
             frame = _deciding()
             if frame is not None and is_users(frame.f_code.co_filename):
                 private.set_place(location, frame)
@@ -251,7 +254,7 @@ class Sizes:
                 raising[condition] = f"{name} of one value per channel, expected more"
 
         watched = private.when_a_size_becomes_constant(note), private.when_sizes_are_asked_for(note_asked)
-        with watched[0], watched[1], private.when_a_condition_is_decided(note_decided):
+        with watched[0], watched[1], private.when_a_condition_is_decided(note_decided), _Failing(locations):
             yield
 
     def explain(self, step: TorchStep, error: BaseException) -> str | None:
@@ -431,6 +434,12 @@ def filled(axes: Sequence[tuple[str, int]]) -> SizeCheck:
     return SizeCheck(term, f"{named} out of range, expected at least 1")
 
 
+def not_single(axis: tuple[str, int]) -> SizeCheck:
+    """Return that an axis is not of size 1, as a model is not right there."""
+    named = f"axis {axis[1]} of {axis[0]!r}"
+    return SizeCheck(Term("Not", (Term("Equal", (SizeOf(*axis), 1)),)), f"{named} out of range, expected at least 2")
+
+
 def _asked_by(assumption: Assumption, place: str) -> Assumption:
     return dataclasses.replace(assumption, text=f"{assumption.text}, as in this batch, since {place} asks for it")
 
@@ -594,6 +603,31 @@ class _Watching(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.place is None and str(func) == self._operator:
             self.place = current_place()
         return func(*args, **(kwargs or {}))
+
+
+class _Failing(TorchFunctionMode):
+    """Takes what functions of torch that fail ask of sizes for what the code asks, which may catch the error.
+
+    Args:
+        locations: the places at which sizes are asked for, which grow.
+    """
+
+    def __init__(self, locations: Sequence[Any]) -> None:
+        super().__init__()
+        self._locations = locations
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = len(self._locations)
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            frame: FrameType | None = inspect.currentframe()
+            while frame is not None and not is_users(frame.f_code.co_filename):
+                frame = frame.f_back
+            if frame is not None:
+                for location in self._locations[before:]:
+                    private.set_place(location, frame)
+            raise
 
 
 class Since(TorchFunctionMode):

@@ -133,7 +133,8 @@ def linspace(start: Any, end: Any, steps: Any, **settings: Any) -> Tensor:
     step = (last - first) / (count - 1).clamp(min=1).to(dtype)
     rising = first + step * places.to(dtype)
     falling = last - step * (count - 1 - places).to(dtype)
-    return torch.where(places < count // 2, rising, falling)
+    # A single number is the first.
+    return torch.where((places < count // 2) | (count == 1), rising, falling)
 
 
 def embedding_bag(

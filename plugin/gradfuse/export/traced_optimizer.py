@@ -15,7 +15,6 @@ import functools
 import inspect
 import math
 import numbers
-import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -475,7 +474,9 @@ class _Numbers(TorchFunctionMode):
         original: Any = Tensor.__hash__
 
         def hashed(tensor: Tensor) -> int:
-            if id(tensor) in self._numbers and explaining.is_users(sys._getframe(1).f_code.co_filename):
+            frame = inspect.currentframe() if id(tensor) in self._numbers else None
+            caller = None if frame is None else frame.f_back
+            if caller is not None and explaining.is_users(caller.f_code.co_filename):
                 raise _CannotTraceError("looks up its count, the rate or another number in a set or a dictionary")
             return int(original(tensor))
 
@@ -989,8 +990,8 @@ def _require_separate(
 
 def _take_steps(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     """Run some steps of a twin, with multiples of its gradients: what a step keeps may tell in later ones alone."""
-    # Large ones and small ones, as some are clipped.
-    for factor in (1.0, 1e4, -1e-8, 1e4):
+    # Large ones and small ones, as some are clipped, whose steps do not add up to none.
+    for factor in (1.0, 1e4, -1e-8, -1e4):
         for group in other.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -60,8 +60,7 @@ def _hamming(
     device: Any = None,
 ) -> Tensor:
     places, last = _places(window_length, periodic, dtype, device)
-    window: Tensor = alpha - beta * (places * (2.0 * math.pi / last)).cos()
-    return window
+    return _unless_single(alpha - beta * (places * (2.0 * math.pi / last)).cos(), window_length)
 
 
 def _hann(window_length: Any, periodic: bool = True, *, dtype: Any = None, device: Any = None) -> Tensor:
@@ -71,14 +70,17 @@ def _hann(window_length: Any, periodic: bool = True, *, dtype: Any = None, devic
 def _blackman(window_length: Any, periodic: bool = True, *, dtype: Any = None, device: Any = None) -> Tensor:
     places, last = _places(window_length, periodic, dtype, device)
     angles = places * (math.pi / last)
-    window: Tensor = (angles * 4.0).cos() * 0.08 - (angles * 2.0).cos() * 0.5 + 0.42
-    return window
+    return _unless_single((angles * 4.0).cos() * 0.08 - (angles * 2.0).cos() * 0.5 + 0.42, window_length)
 
 
 def _bartlett(window_length: Any, periodic: bool = True, *, dtype: Any = None, device: Any = None) -> Tensor:
     places, last = _places(window_length, periodic, dtype, device)
-    window: Tensor = 1.0 - (places * (2.0 / last) - 1.0).abs()
-    return window
+    return _unless_single(1.0 - (places * (2.0 / last) - 1.0).abs(), window_length)
+
+
+def _unless_single(window: Tensor, length: Any) -> Tensor:
+    """Return a window, or 1.0 where it has a single place."""
+    return torch.where(torch.scalar_tensor(length, dtype=torch.float64) == 1.0, 1.0, window)
 
 
 def _lower(row: Any, col: Any, offset: int = 0, *, dtype: Any = torch.long, device: Any = None) -> Tensor | None:

@@ -26,6 +26,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.copysign.Tensor: copysign,
         aten.copysign.Scalar: copysign,
         aten.frexp.Tensor: frexp,
+        aten.where.self: where,
     }
 
 
@@ -109,6 +110,15 @@ def _with_tensor(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tens
         return function(self, torch.scalar_tensor(other, dtype=torch.int64 if is_whole else floating))
 
     return with_tensor
+
+
+def where(condition: Tensor, self: Tensor, other: Tensor) -> Any:
+    """aten::where of masks, and of bfloat16, for which onnxruntime has no kernel."""
+    if self.dtype == other.dtype == torch.bool:
+        return (condition & self) | (~condition & other)
+    if self.dtype == other.dtype == torch.bfloat16:
+        return torch.where(condition, self.float(), other.float()).to(self.dtype)
+    return NotImplemented
 
 
 def signbit(self: Tensor) -> Tensor:
