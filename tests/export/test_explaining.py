@@ -370,7 +370,7 @@ def _far_from_50(x: Tensor) -> Tensor:
         (_by_windows, "axis 1 of 'x' is taken to be at most 63"),
         # What decides is in torch's stand-in for `min`, and in modules of Python and numpy.
         (_capped, "axis 1 of 'x' is taken to be at most 99"),
-        (_least_of_three, "axis 1 of 'x' is taken to be at most 100"),
+        (_least_of_three, "axis 1 of 'x' is taken to be at most 99"),
         (_by_numpy, "axis 1 of 'x' is taken to be at most 99"),
         (_by_heap, "axis 1 of 'x' is taken to be at most 99"),
         (_at_most_512, "axis 1 of 'x' is taken to be at most 512"),
