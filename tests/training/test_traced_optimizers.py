@@ -104,6 +104,22 @@ class ScheduleFree(Own):
                 z.sub_(p.grad, alpha=rate)
 
 
+class Beginning(Own):
+    """Begins with the gradient, and with a number in the group that shrinks."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, decay=2.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["decay"] *= 0.9
+            for p in group["params"]:
+                state = self.state[p]
+                state["mean"] = p.grad.clone() if "mean" not in state else state["mean"] * 0.9 + p.grad
+                p.sub_(state["mean"] * group["lr"] * group["decay"])
+
+
 class OfLists(Own):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -144,6 +160,7 @@ VARIANTS: dict[str, MakeOptimizer] = {
     "lookahead": lambda m: Lookahead(m.parameters()),
     "lamb": lambda m: Lamb(m.parameters()),
     "of_lists": lambda m: OfLists(m.parameters()),
+    "beginning": lambda m: Beginning(groups(m)),
     "schedule_free": lambda m: ScheduleFree(groups(m)),
 }
 QUICK = {"radam", "lookahead", "schedule_free"}

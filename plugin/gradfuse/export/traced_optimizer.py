@@ -269,7 +269,8 @@ class _Kind:
                 constants[key] = last
             else:
                 raise _refused(optimizer, f"{what} is {type(last).__name__}; expected tensors and numbers")
-        kept = counters if first_differs else [*counters, *states]
+        # What is put in before the first step is there in it as well.
+        kept = {*counters, *(key for key in states if not first_differs or key.startswith(_OF_GROUP))}
         python = frozenset(key for key, one in first.after[-1][1].items() if not isinstance(one, Tensor))
         return cls(
             index=index,
