@@ -10,7 +10,7 @@ import onnx_ir as ir
 from gradfuse.errors import WorkerError
 from gradfuse.models import inference
 from gradfuse.models.inlining import graphs_of
-from gradfuse.passes.propagation import Facts, Size, Sizes, size_of
+from gradfuse.models.propagation import Facts, Size, Sizes, size_of
 
 # Larger initializers are data, which no shape depends on.
 _LARGEST_INITIALIZER_BYTES = 1000
@@ -22,7 +22,7 @@ _ROUNDS = 8
 def infer(model: ir.Model, values: Collection[ir.Value]) -> Facts:
     """Give values of a model the types and shapes that follow; what is not known of them stays as it is.
 
-    Rules of our own come first (propagation.py), and onnx is asked about the rest. Declared shapes that contradict
+    Rules of our own come first (models.propagation), and onnx is asked about the rest. Declared shapes that contradict
     what follows from the inputs are replaced.
 
     Returns:

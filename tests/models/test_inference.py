@@ -163,7 +163,7 @@ def test_a_worker_that_fails_is_no_fault_of_the_model(
         inference.infer(_relu(3))
     assert str(error.value) == f"shape inference: the worker process {what}"
     # An operator whose sizes only onnx knows.
-    text = HEADER + "m (float[n,3] x) => (float[n,3] o) { y = MaxPool <kernel_shape = [1]> (x)  o = Neg(y) }"
+    text = HEADER + "m (float[n,3] x) => (float[n,3] o) { y = GlobalAveragePool(x)  o = Neg(y) }"
     onnx.save(onnx.parser.parse_model(text.replace("[n,3]", "[n,3,4]")), tmp_path / "in.onnx")
     capfd.readouterr()
     assert cli.run(["fuse", str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx")]) == cli.EXIT_BUG

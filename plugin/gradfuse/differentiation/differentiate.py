@@ -29,9 +29,9 @@ from gradfuse.models import reading
 from gradfuse.models.conversion import inline_functions, raise_opset
 from gradfuse.models.inlining import Names, captured_by, graphs_of, inline, put_branch, values_of
 from gradfuse.models.memory import collection_paused
+from gradfuse.models.propagation import Facts
 from gradfuse.models.tensors import with_small_tensors_in_memory
 from gradfuse.passes import shapes
-from gradfuse.passes.propagation import Facts
 from gradfuse.training.step import GRADIENT_SUFFIX
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.propagation.windows import Axis, axes_of, is_same
+from gradfuse.models.propagation.windows import Axis, axes_of, is_same
 
 
 def make_explicit(graph: ir.Graph, prefix: str) -> None:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from gradfuse.differentiation.rules import Call, Gradient, gradient, summed_at_run_time
 from gradfuse.differentiation.tensors import Tensor
-from gradfuse.passes.propagation import broadcast, letter_sizes
+from gradfuse.models.propagation import broadcast, letter_sizes
 
 _MANY_ROWS = 1024
 """Measured, see docs/performance.md: from here on a transposition takes less than what it saves."""

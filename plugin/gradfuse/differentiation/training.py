@@ -46,10 +46,10 @@ from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
 from gradfuse.models.inlining import values_of
 from gradfuse.models.memory import collection_paused
+from gradfuse.models.propagation import Facts, Sizes, size_of
 from gradfuse.models.scalars import real, whole
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
 from gradfuse.optimizers import averaging, described, loss_scaling
-from gradfuse.passes.propagation import Facts, Sizes, size_of
 from gradfuse.passes.recompute import parse_budget
 from gradfuse.training import batch_checks, names, optimizers
 from gradfuse.training.budget import within_budget

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from gradfuse.dynamic_batch.layouts import Layout, Multiple, Product
 from gradfuse.models.inlining import captured_by, graphs_of
-from gradfuse.passes.propagation import Facts, Size, Sizes
+from gradfuse.models.propagation import Facts, Size, Sizes
 
 _MOST_RUNS = 256
 """How often, at most, the graph is analysed if a view leaves open which of several axes of 1 is the batch."""

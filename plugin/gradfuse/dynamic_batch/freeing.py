@@ -17,8 +17,8 @@ from gradfuse.models import reading
 from gradfuse.models.conversion import inline_functions
 from gradfuse.models.inlining import graphs_of
 from gradfuse.models.memory import collection_paused
+from gradfuse.models.propagation import Facts, size_of
 from gradfuse.passes import shapes
-from gradfuse.passes.propagation import Facts, size_of
 
 if TYPE_CHECKING:
     from gradfuse.models.reading import LoadedModel, ModelLike

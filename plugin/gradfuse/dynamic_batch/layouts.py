@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from gradfuse.passes.propagation import Size
+from gradfuse.models.propagation import Size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from gradfuse.errors import ModelError
 from gradfuse.models.inlining import Names, graphs_of, inline
+from gradfuse.models.propagation import Facts
 
 Adapter: TypeAlias = "Callable[[_Place], None]"
 
@@ -111,8 +112,6 @@ class _Ranks:
         return self._known.get(value)
 
     def _followed(self) -> dict[ir.Value, int]:
-        from gradfuse.passes.propagation import Facts
-
         inside = [value for graph in self._model.graph.subgraphs() for value in graph.inputs]
         results = [value for node in self._model.graph.all_nodes() for value in node.outputs]
         declared = {value: value.shape for value in (*inside, *results)}

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN
-from gradfuse.passes.propagation import Facts, Sizes, size_of
+from gradfuse.models.propagation import Facts, Sizes, size_of
 from gradfuse.training.nodes import GraphTensor, Nodes
 from gradfuse.training.step import LOSS, IndexRange
 

@@ -8,9 +8,9 @@ may be (2, T, unknown). What it has no rule for stays unknown, and is asked of o
 `operators`, `windows`, `onnxruntime` and `aclnn`.
 """
 
-from gradfuse.passes.propagation import aclnn, onnxruntime, operators, windows
-from gradfuse.passes.propagation.facts import RULES, Facts
-from gradfuse.passes.propagation.sizes import Size, Sizes, Unknown, broadcast, letter_sizes, size_of
+from gradfuse.models.propagation import aclnn, onnxruntime, operators, windows
+from gradfuse.models.propagation.facts import RULES, Facts
+from gradfuse.models.propagation.sizes import Size, Sizes, Unknown, broadcast, letter_sizes, size_of
 
 __all__ = [
     "RULES",

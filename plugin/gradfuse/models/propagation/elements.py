@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse.passes.propagation.sizes import Sizes, Unknown
+from gradfuse.models.propagation.sizes import Sizes, Unknown
 
 Elements: TypeAlias = "npt.NDArray[np.object_]"
 

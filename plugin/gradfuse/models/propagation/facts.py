@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse.passes.propagation.elements import MOST_ELEMENTS, Elements, objects
-from gradfuse.passes.propagation.sizes import Product, Size, Sizes, Unknown, declared, product, size_of
+from gradfuse.models.propagation.elements import MOST_ELEMENTS, Elements, objects
+from gradfuse.models.propagation.sizes import Product, Size, Sizes, Unknown, declared, product, size_of
 
 Asked: TypeAlias = "Mapping[ir.Value, tuple[ir.DataType | None, Sizes | None]]"
 """What is known from elsewhere of values that there is no rule for."""

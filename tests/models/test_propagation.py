@@ -13,8 +13,9 @@ import onnx_ir as ir
 import pytest
 from onnx.backend.test.loader import load_model_tests
 
-from gradfuse.passes import propagation, shapes
-from gradfuse.passes.propagation import Facts
+from gradfuse.models import propagation
+from gradfuse.models.propagation import Facts
+from gradfuse.passes import shapes
 
 Array = npt.NDArray[Any]
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.propagation.elements import INT64, as_sizes
-from gradfuse.passes.propagation.facts import Operands, Result, length_of, rule
-from gradfuse.passes.propagation.operators import concat, reduce, split
-from gradfuse.passes.propagation.sizes import Sizes, Unknown, broadcast, normal_axis
+from gradfuse.models.propagation.elements import INT64, as_sizes
+from gradfuse.models.propagation.facts import Operands, Result, length_of, rule
+from gradfuse.models.propagation.operators import concat, reduce, split
+from gradfuse.models.propagation.sizes import Sizes, Unknown, broadcast, normal_axis
 
 _ORT = "com.microsoft"
 _LIKE_INPUTS: Mapping[str, Mapping[int, int]] = {

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from gradfuse.passes.propagation.elements import INT64
-from gradfuse.passes.propagation.facts import Operands, Result, rule
-from gradfuse.passes.propagation.sizes import Size, Sizes, Unknown
+from gradfuse.models.propagation.elements import INT64
+from gradfuse.models.propagation.facts import Operands, Result, rule
+from gradfuse.models.propagation.sizes import Size, Sizes, Unknown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse.passes.propagation.elements import (
+from gradfuse.models.propagation.elements import (
     BOOL,
     COMPARED,
     COMPUTED,
@@ -26,8 +26,8 @@ from gradfuse.passes.propagation.elements import (
     multiplied,
     objects,
 )
-from gradfuse.passes.propagation.facts import Operands, Result, length_of, rule
-from gradfuse.passes.propagation.sizes import (
+from gradfuse.models.propagation.facts import Operands, Result, length_of, rule
+from gradfuse.models.propagation.sizes import (
     Size,
     Sizes,
     Unknown,

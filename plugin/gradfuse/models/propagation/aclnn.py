@@ -7,7 +7,7 @@ import onnx_ir as ir
 from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
 from gradfuse.custom_ops.operator import Operator, Tensor
-from gradfuse.passes.propagation.facts import Operands, Result, Rule, rule
+from gradfuse.models.propagation.facts import Operands, Result, Rule, rule
 
 
 def _rule_of(operator: Operator) -> Rule:
