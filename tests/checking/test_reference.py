@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -385,3 +386,37 @@ def test_ctrl_c_ends_a_long_run(kind: str) -> None:
             assert b"KeyboardInterrupt" in process.stderr.read()
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("transposes_a", [0, 1])
+def test_products_of_transposed_matrices(transposes_a: int) -> None:
+    """A matrix that Gemm and others read, one that it transposes again, and one that is an output as well."""
+    text = f"""agraph (double[3,5] a, double[4,5] b) => (double[?,?] y, double[5,3] ta, double[5,4] doubled) {{
+        ta = Transpose<perm=[1, 0]>(a)
+        tb = Transpose(b)
+        doubled = Add(tb, tb)
+        again = Identity(a)
+        {"y = Gemm<transA=1>(ta, tb)" if transposes_a else "y = Gemm(again, tb)"}
+    }}"""
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((3, 5)), rng.standard_normal((4, 5))
+    y, transposed, doubled = in_float64(text, a=a, b=b)
+    np.testing.assert_allclose(y, a @ b.T, rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(transposed, a.T)
+    np.testing.assert_array_equal(doubled, 2 * b.T)
+
+
+def test_objects_that_are_older_than_an_export_of_much_are_collected_after_it() -> None:
+    # The suite has frozen what it has made so far, as a user may.
+    frozen = gc.get_freeze_count()
+    assert frozen
+    with memory.sparing(large=True):
+        pass
+    assert gc.get_freeze_count() == frozen
+    gc.unfreeze()
+    try:
+        with memory.sparing(large=True):
+            assert gc.get_freeze_count()
+        assert not gc.get_freeze_count()
+    finally:
+        gc.freeze()

@@ -85,6 +85,7 @@ class ReferenceSession:
             for name, value in model.graph.initializers.items()
             if value.const_value is not None
         }
+        _transpose_in_products(copy.graph)
         _make_views_late(copy.graph)
         self._parts = _parts(copy, self._outputs)
         self._reads: dict[str, list[int]] = {}
@@ -467,6 +468,24 @@ def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
             nodes, large = [], {}
     if nodes:
         yield nodes
+
+
+def _transpose_in_products(graph: ir.Graph) -> None:
+    """Let Gemm read the matrices that nodes transpose for it: it packs them anyway, and no copy is made."""
+    for node in list(graph):
+        if node.op_type != "Gemm" or node.domain:
+            continue
+        for index, attribute in enumerate(("transA", "transB")):
+            maker = node.inputs[index].producer() if node.inputs[index] is not None else None
+            if maker is None or maker.graph is not graph or maker.op_type != "Transpose" or maker.domain:
+                continue
+            (made,) = maker.outputs
+            if tuple(maker.attributes.get_ints("perm", (1, 0))) != (1, 0):
+                continue
+            node.replace_input_with(index, maker.inputs[0])
+            node.attributes.add(ir.AttrInt64(attribute, 1 - node.attributes.get_int(attribute, 0)))
+            if not made.uses() and not made.is_graph_output():
+                graph.remove(maker, safe=True)
 
 
 def _make_views_late(graph: ir.Graph) -> None:

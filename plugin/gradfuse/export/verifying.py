@@ -116,7 +116,7 @@ def memory_watched(step: TorchStep, shelf: Shelf, save_memory: Callable[[], None
     kept = sum(step.state[name].nbytes for name in step.trainable)
     grown = max(0, most - before - kept)
     # Besides, a run holds the state in float64, and the scratch memory of its largest operators.
-    shelf.limit(min(grown // 3, free // 2))
+    shelf.limit(min(2 * grown // 3, free // 2))
     if grown > memory.SMALL:
         save_memory()
     # What the process took earlier, as for another export, was more where it did not grow.

@@ -60,17 +60,32 @@ def sparing(large: bool) -> Iterator[Callable[[], None]]:
     Args:
         large: whether there is much of it. Else the yielded function says later that there is.
     """
-    with contextlib.ExitStack() as paused, contextlib.ExitStack() as mapped:
+    with contextlib.ExitStack() as paused, contextlib.ExitStack() as kept:
 
         def save_memory() -> None:
             paused.close()
-            mapped.enter_context(arrays_mapped())
+            kept.enter_context(older_objects_kept())
+            kept.enter_context(arrays_mapped())
 
         if large:
             save_memory()
         else:
             paused.enter_context(collection_paused())
         yield save_memory
+
+
+@contextlib.contextmanager
+def older_objects_kept() -> Iterator[None]:
+    """Let the garbage collector look at what is made from now on alone: libraries make a million objects."""
+    if gc.get_freeze_count():
+        # Somebody else has done so, and it cannot be undone in part.
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def give_back() -> None:
