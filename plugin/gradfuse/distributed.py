@@ -26,6 +26,7 @@ from torch import Tensor
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError, one_line
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.memory import collection_paused
+from gradfuse.models.ort_values import is_bfloat16
 from gradfuse.models.tensors import serialized
 from gradfuse.runtime import is_of_onnxruntime, reason
 from gradfuse.training.arguments import TensorType, in_short, require_path
@@ -425,6 +426,9 @@ class DataParallelSession(TrainingSession):
         self._given, self._taken, self._accumulate = halves.given, halves.taken, halves.accumulate
         self._accumulators = halves.accumulators
         types = {value.name: TensorType.of(value) for value in halves.step.model.graph.input}
+        narrow = next((name for name, known in types.items() if is_bfloat16(known.dtype)), None)
+        if narrow is not None:
+            raise GradfuseError(f"{_WHO}: {narrow!r} is bfloat16, which ranks do not exchange; expected other types")
         outputs = {str(value.name) for value in halves.gradients.graph.outputs}
         changed = {name: types[name] for name in step.buffers if step.own_name(name + UPDATED_SUFFIX) in outputs}
         in_place = frozenset(changed)

@@ -667,13 +667,6 @@ def test_saved_steps_whose_metadata_lie_are_refused(
     assert message in str(error.value)
 
 
-def test_bfloat16_is_refused() -> None:
-    module, (x, y) = Mlp().bfloat16(), batches(1, 3)[0]
-    step = export_training_step(module, F.cross_entropy, (x.bfloat16(), y), fuse=False)
-    with pytest.raises(GradfuseError, match="is bfloat16, which numpy does not have; expected parameters and batch"):
-        TrainingSession(step)
-
-
 def test_steps_without_all_values_are_refused(step: TrainingStep) -> None:
     state = {name: array for name, array in step.optimizer_state.items() if name != "step"}
     with pytest.raises(ModelError, match="the step has no value for the input 'step'; expected one"):

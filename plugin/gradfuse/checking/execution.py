@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from gradfuse import custom_ops, library
 from gradfuse.errors import ModelError
-from gradfuse.models import files, scatters, validation, writing
+from gradfuse.models import files, ort_values, scatters, validation, writing
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.tensors import (
     copy_model,
@@ -113,12 +113,11 @@ def run_in_place(
     """
     made = {value.name: value.type for value in session.get_outputs()}
     names = list(made) if outputs is None else list(outputs)
-    numbers = all(isinstance(array, np.ndarray) and array.dtype.kind in "biuf" for array in feeds.values())
+    numbers = all(isinstance(one, np.ndarray) and one.dtype in _NUMBERS.values() for one in feeds.values())
     if not numbers or not all(made[name] in _NUMBERS for name in names):
         results: list[npt.NDArray[Any]] = session.run(names, feeds)
         return results
-    new = import_onnxruntime().OrtValue.ortvalue_from_numpy
-    given = {name: new(np.asarray(array, order="C")) for name, array in feeds.items()}
+    given = {name: ort_values.of_array(np.asarray(array, order="C"), name) for name, array in feeds.items()}
     if (
         sum(array.nbytes for array in feeds.values()) < _LONG
         or threading.current_thread() is not threading.main_thread()
@@ -127,7 +126,7 @@ def run_in_place(
     else:
         values = _run_interruptibly(session, names, given)
     values = [_alone(value) for value in values]
-    arrays = [np.asarray(_Memory(value, _NUMBERS[made[name]])) for name, value in zip(names, values, strict=True)]
+    arrays = [_Memory(value, _NUMBERS[made[name]]).array() for name, value in zip(names, values, strict=True)]
     # An input that is an output keeps the caller's memory.
     addresses = {value.data_ptr() for value in given.values()}
     return [array.copy() if array.ctypes.data in addresses else array for array in arrays]
@@ -173,22 +172,27 @@ class _Memory:
     """The memory of an `onnxruntime.OrtValue`, through numpy's array interface."""
 
     def __init__(self, value: Any, dtype: np.dtype[Any]) -> None:
-        self._value = value
+        self._value, self._dtype = value, dtype
         shape = tuple(value.shape())
         address = value.data_ptr()
         # A tensor without elements may have no address.
         self.__array_interface__ = {
             "shape": shape,
-            "typestr": dtype.str,
+            # numpy's interface does not know bfloat16 by name.
+            "typestr": f"<u{dtype.itemsize}" if ort_values.is_bfloat16(dtype) else dtype.str,
             "data": (address, False) if address else bytearray(dtype.itemsize),
             "version": 3,
         }
+
+    def array(self) -> npt.NDArray[Any]:
+        return np.asarray(self).view(self._dtype)
 
 
 _NUMBERS = {
     f"tensor({name})": np.dtype(of)
     for name, of in {
         "bool": np.bool_,
+        "bfloat16": ml_dtypes.bfloat16,
         "float16": np.float16,
         "float": np.float32,
         "double": np.float64,

@@ -72,7 +72,7 @@ def observed(model: ir.Model, feeds: Mapping[str, Any], who: str) -> Observed:
     except Exception as error:
         raise ModelError(f"{who}: onnxruntime cannot run the step: {reason(error)}") from error
     digests = {
-        name: hashlib.sha256(np.ascontiguousarray(result).data.cast("B") if result.size else b"").digest()
+        name: hashlib.sha256(np.ascontiguousarray(result).view(np.uint8).data if result.size else b"").digest()
         for name, result in zip(names, results, strict=True)
     }
     return Observed(ir.from_proto(optimized), digests)

@@ -25,6 +25,7 @@ from gradfuse.export import (
     dropout,
     explaining,
     inner_derivatives,
+    narrow_types,
     onnx_model,
     pools,
     recurrences,
@@ -118,6 +119,10 @@ def evaluation_model(
     left = [name for name in names if name in free or name not in step.state]
     onnx_model.arrange_evaluation(model, step, left, native, shapes)
     replace_scatter_nd(model)
+    # Without the step's autocast.
+    own = dataclasses.replace(step, autocast=None)
+    if own.is_bfloat16_on_cpu:
+        narrow_types.widen_bfloat16(model, fuse=fuse)
 
     def run_anew(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
         with state.fresh(), WideSparse():
@@ -126,14 +131,16 @@ def evaluation_model(
         step.module.eval()
         return outputs
 
-    truth = Truth.of(dataclasses.replace(step, autocast=None), native, run_anew, tuple(free), in_float64=in_float64)
-    opened = Opened(model, "evaluation")
+    truth = Truth.of(own, native, run_anew, tuple(free), in_float64=in_float64)
+    opened = Opened(model, "evaluation", as_it_is=own.is_bfloat16_on_cpu)
     truth.compare(model, "evaluation", opened)
     truth.compare_in_float64(model, "evaluation")
     others = sizes.others if program is None else OtherSizes.of(step, program, shapes, (*step.state, *step.input_names))
     comparing_sizes.compare(truth, model, opened, others, shapes, "evaluation")
     size_checks = comparing_sizes.checks_of(truth, model, opened, sizes, assumed, shapes, "evaluation")
     batch_checks.append_to_evaluation(model, size_checks, free_prefix(model.graph, "checks/")[:-1])
+    if own.is_bfloat16_on_cpu and fuse:
+        narrow_types.cast_by_vectors(model)
     proto: onnx.ModelProto = ir.to_proto(model)
     return proto
 

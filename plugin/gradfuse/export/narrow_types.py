@@ -474,6 +474,8 @@ def _compute_wider(graph: ir.Graph, node: ir.Node, narrow: ir.DataType, wide: ir
             value.dtype = wide
             cast = _cast(value, narrow)
             graph.insert_after(node, cast)
+            if value.is_graph_output():
+                cast.outputs[0].name, value.name = value.name, f"{value.name}/{wide.name.lower()}"
             ir.convenience.replace_all_uses_with(value, cast.outputs[0], replace_graph_outputs=True)
             cast.replace_input_with(0, value)
 

@@ -362,8 +362,9 @@ class TorchStep:
 
     @property
     def is_bfloat16_on_cpu(self) -> bool:
-        """Whether it runs under autocast to bfloat16 on a CPU, where onnxruntime has hardly any kernels for that."""
-        return self.autocast == torch.bfloat16 and next(iter(self.state.values())).device.type == "cpu"
+        """Whether it is of bfloat16, or under autocast to it, on a CPU: onnxruntime has hardly any kernels for that."""
+        tensors = [*self.state.values(), *self.batch.values()]
+        return torch.bfloat16 in {self.autocast, *(one.dtype for one in tensors)} and tensors[0].device.type == "cpu"
 
     @property
     def is_for_narrow_device(self) -> bool:

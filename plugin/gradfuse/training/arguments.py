@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradfuse.errors import ArgumentError, one_line
-from gradfuse.models.arrays import Arrays
+from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.models.plain_reading import PlainType, dtype_of
 from gradfuse.training.step import IndexRange
 
@@ -128,6 +128,13 @@ def as_array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         # torch raises a different one of these for each kind of tensor that numpy lacks.
         raise ArgumentError(f"{what} cannot be an array: {one_line(error)}; expected {wanted}") from error
+
+
+def array_like(known: TensorType, value: Any, what: str) -> npt.NDArray[Any]:
+    """Return `as_array` of what should be of a type: where that is bfloat16, of a torch tensor of it as well."""
+    if known.dtype.name == "bfloat16" and str(getattr(value, "dtype", None)) == "torch.bfloat16":
+        return to_numpy(value, copy=False)
+    return as_array(value, what, str(known))
 
 
 def contiguous(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

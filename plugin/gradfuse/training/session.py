@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from gradfuse import deferred, library
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError, listed
-from gradfuse.models import files, tensor_files
+from gradfuse.models import files, ort_values, tensor_files
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.memory import collection_paused, give_back
 from gradfuse.models.plain_reading import PlainModel, with_values
@@ -29,6 +29,7 @@ from gradfuse.runtime import find_files_in, import_onnxruntime, is_of_onnxruntim
 from gradfuse.training import checkpoints
 from gradfuse.training.arguments import (
     TensorType,
+    array_like,
     as_array,
     checked_providers,
     contiguous,
@@ -106,8 +107,8 @@ class TrainingSession:
         ModelError: the file cannot be read, an input has no value, or onnxruntime cannot load the model.
         ArgumentError: a value of the step has another type or shape than its input; or `share_with` has nothing in
             common with the step, something of another type or shape, or trains what is a constant of the other.
-        GradfuseError: onnxruntime is not installed, or the model has bfloat16 inputs or outputs, which numpy does not
-            support.
+        GradfuseError: onnxruntime is not installed; or the model has bfloat16 inputs or outputs, and is not for a CPU,
+            or onnxruntime is too old for that.
 
     """
 
@@ -298,7 +299,7 @@ class TrainingSession:
             self._is_stepping = True
             self._run_and_count(feeds)
             self._has_run = True
-            return float(self._loss.numpy())
+            return float(ort_values.array_of(self._loss))
         finally:
             # Not by __setattr__, a call that a signal's handler may end before it has done anything.
             self.__dict__["_is_stepping"] = False
@@ -341,7 +342,7 @@ class TrainingSession:
         values = self.ort_values
         for name in known:
             if name in averages:
-                binding.bind_cpu_input(name, averages[name])
+                ort_values.bind(binding, name, averages[name])
             elif name not in feeds:
                 binding.bind_ortvalue_input(name, values[name])
         for name in results_of:
@@ -352,7 +353,7 @@ class TrainingSession:
             if not is_of_onnxruntime(error):
                 raise
             raise _not_run("evaluate", error) from error
-        results = binding.copy_outputs_to_cpu()
+        results = [_copied(value) for value in binding.get_outputs()]
         return results[0] if len(results) == 1 else tuple(results)
 
     @alone
@@ -552,7 +553,7 @@ class TrainingSession:
         if self._device[0] == "cpu":
             # Views of `ort_values` would change while they are read.
             values = self.ort_values
-            own = sorted(_extent(values[name].numpy()) for name in arrays)
+            own = sorted(_extent(ort_values.array_of(values[name])) for name in arrays)
             arrays |= {name: np.array(array) for name, array in arrays.items() if _begins_within(array, own)}
         self._assign(arrays)
 
@@ -779,7 +780,7 @@ class TrainingSession:
         """Return what a checkpoint holds, by name; unless copied it may be the memory that the next step changes."""
         step, values = self._step, self.ort_values
         needed = set(values) if optimizer else {*step.state_dict_names.values()} & set(values)
-        arrays = {name: _copied(values[name]) if copy else values[name].numpy() for name in needed}
+        arrays = {name: _copied(values[name]) if copy else ort_values.array_of(values[name]) for name in needed}
         by_name = {
             name: step.constants[source] if source in step.constants else arrays[source]
             for name, source in step.state_dict_names.items()
@@ -821,12 +822,6 @@ class TrainingSession:
     def _inference_session(self, model: ir.Model) -> Any:
         from gradfuse.checking.execution import inference_session
 
-        for value in (*model.graph.inputs, *model.graph.outputs):
-            if value.dtype == ir.DataType.BFLOAT16:
-                raise GradfuseError(
-                    f"{_WHO}: {value.name!r} is bfloat16, which numpy does not have; "
-                    "expected parameters and batch in other types"
-                )
         return inference_session(model, _WHO, self._options, self._providers)
 
     def _binding(self, read: Mapping[str, Any], written: Mapping[str, Any], changed: Iterable[str]) -> Any:
@@ -846,7 +841,7 @@ class TrainingSession:
     def _allocate(self, name: str, tensor: TensorType, device: tuple[str, int]) -> Any:
         if not all(isinstance(size, int) for size in tensor.shape):
             raise ModelError(f"{_WHO}: {name!r} is {tensor} in the model of the step; expected sizes that are known")
-        return self._new_value(list(tensor.shape), tensor.dtype, *device)
+        return ort_values.allocate(self._new_value, tensor.shape, tensor.dtype, device, f"{_WHO}: {name!r}")
 
     def _assign(self, arrays: Mapping[str, npt.NDArray[Any]], steps_before: int | None = None) -> None:
         """Set values, and how many steps were done before those of this session if that is given."""
@@ -856,7 +851,7 @@ class TrainingSession:
 
         def write() -> None:
             for value, array in copies:
-                value.update_inplace(array)
+                ort_values.write(value, array)
             if steps_before is not None:
                 self._steps_before = steps_before
 
@@ -900,14 +895,14 @@ class TrainingSession:
         """The steps that this session has done; whether they are even tells which of the two sets is next."""
         before, is_open = self._progress
         # Handlers run before or after onnxruntime, never within: with a loss, the step has run to its end.
-        return before + int(is_open and self._loss.numpy().tobytes() != self._no_loss.tobytes())
+        return before + int(is_open and ort_values.array_of(self._loss).tobytes() != self._no_loss.tobytes())
 
     def _run_and_count(self, feeds: Arrays) -> None:
         """Run the step; it is done as a whole or not at all, whatever a signal's handler raises and when."""
         runs = self._runs
         # Each assignment is one instruction of the interpreter, so that no handler runs in the middle of it.
         self._progress = runs, False
-        self._loss.update_inplace(self._no_loss)
+        ort_values.write(self._loss, self._no_loss)
         if self._begun is not None:
             self._begun[1].update_inplace(self._not_begun)
         self._progress = runs, True
@@ -940,7 +935,7 @@ class TrainingSession:
 
     def _run(self, session: Any, binding: Any, feeds: Arrays) -> None:
         for name, array in feeds.items():
-            binding.bind_cpu_input(name, array)
+            ort_values.bind(binding, name, array)
         session.run_with_iobinding(binding)
 
     def _require_no_step(self) -> None:
@@ -1005,7 +1000,7 @@ class TrainingSession:
         """Return a part of the batch by names."""
         where = f"{_WHO}.{method}"
         values = leaves_of_call(self._step.nesting.get(what) or flat(names), given, f"{where}: {what}")
-        return {name: contiguous(as_array(values[name], f"{where}: {name!r}", str(known[name]))) for name in names}
+        return {name: contiguous(array_like(known[name], values[name], f"{where}: {name!r}")) for name in names}
 
     def _hyperparameters_of(self, hyperparameter: str) -> list[str]:
         """Return the names of the inputs that hold a hyperparameter, in the order of the parameter groups."""
@@ -1060,7 +1055,7 @@ class TrainingSession:
                 continue
             known = step.constants.get(source)
             wanted = self._inputs[source] if known is None else TensorType(known.dtype, known.shape)
-            array = as_array(state_dict[name], f"{where}: {name!r}", str(wanted))
+            array = array_like(wanted, state_dict[name], f"{where}: {name!r}")
             if known is not None:
                 if not (array.dtype == known.dtype and np.array_equal(array, known)):
                     raise ArgumentError(
@@ -1077,7 +1072,7 @@ class TrainingSession:
     def _fitting(self, name: str, value: Any, method: str, shown: str | None = None) -> npt.NDArray[Any]:
         """Return the value of an input of the model, checked."""
         where, known, shown = f"{_WHO}.{method}", self._inputs[name], shown or name
-        array = as_array(value, f"{where}: {shown!r}", str(known))
+        array = array_like(known, value, f"{where}: {shown!r}")
         require_shapes(where, {shown: array}, {shown: known})
         if name in self._step.hyperparameters:
             require_values(self._held_by(name), array, f"{where}: {shown!r} is {array}")
@@ -1135,10 +1130,12 @@ def _not_run(method: str, error: Exception) -> ModelError:
 
 def _copied(value: Any) -> npt.NDArray[Any]:
     # On the CPU newer versions of onnxruntime give a view of the memory that a later step writes into.
-    return np.array(value.numpy())
+    return np.array(ort_values.array_of(value))
 
 
 def _no_result(dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Return a number that no arithmetic gives: a signalling NaN, shape ()."""
     bits = {2: 0x7D00, 4: 0x7FA00000, 8: 0x7FF4000000000000}[dtype.itemsize]
+    if ort_values.is_bfloat16(dtype):
+        bits = 0x7FA0
     return np.array(bits, f"uint{8 * dtype.itemsize}").view(dtype)
