@@ -164,3 +164,39 @@ def test_a_memory_budget_changes_no_bit() -> None:
     assert loss == other_loss
     for name, gradient in gradients.items():
         np.testing.assert_array_equal(gradient, others[name])
+
+
+class Experts(nn.Module):
+    """Groups of rows, each with a matrix of its own; float64 has no kernel of `grouped_mm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 16, 8) / 4)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        if x.dtype != torch.float64:
+            return F.grouped_mm(x, self.weight, offs=ends).square()  # type: ignore[no-any-return]
+        rows = x.tensor_split(ends.long())
+        products = [part @ weight for part, weight in zip(rows[:-1], self.weight, strict=True)]
+        # What is behind the last group is 0.
+        return torch.cat([*products, rows[-1].new_zeros(len(rows[-1]), 8)]).square()
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_products_of_groups_of_rows(fuse: bool) -> None:
+    torch.manual_seed(0)
+    module = Experts().bfloat16()
+    batch = (torch.randn(9, 16).bfloat16(), torch.tensor([4, 4, 9], dtype=torch.int32)), torch.randn(9, 8).bfloat16()
+    step = gradfuse.export_training_step(module, F.mse_loss, batch, evaluation=False, fuse=fuse)
+    session = TrainingSession(step)
+    results: list[dict[str, Any]] = [{}, {}, {}]
+    for ends in ([4, 4, 9], [0, 7, 9], [2, 2, 2]):
+        rows = torch.tensor(ends, dtype=torch.int32)
+        session.step((batch[0][0], rows), batch[1])
+        results[0][str(ends)] = session.gradients["weight"]
+        for result, dtype in zip(results[1:], (torch.bfloat16, torch.float64), strict=True):
+            other = copy.deepcopy(module).to(dtype)
+            F.mse_loss(other(batch[0][0].to(dtype), rows), batch[1].to(dtype)).backward()
+            result[str(ends)] = other.weight.grad.double()  # type: ignore[union-attr]
+    ours, native, exact = results
+    assert rooted(ours, exact) <= 1.5 * rooted(native, exact)

@@ -75,8 +75,13 @@ def widen_bfloat16(model: ir.Model, *, fuse: bool) -> None:
     one of them. A result that is used in float32 in its own pass, forward or backward, is not rounded on the way; what
     the backward pass takes from the forward pass is kept in bfloat16, in which it takes half of the memory.
     """
+    every = [node for graph in model.graphs() for node in graph]
+    # Bodies of functions that were inlined have no types.
+    untyped = {value for node in every for value in node.outputs if value.dtype is None}
+    untyped |= {value for graph in model.graphs() for value in graph.inputs if value.dtype is None}
+    if untyped:
+        infer(model, untyped)
     if fuse:
-        every = [node for graph in model.graphs() for node in graph]
         products = [node for node in every if _is_product(node)]
         convolutions = [node for node in every if node.op_type == "Conv" and not node.domain]
         swaps = [value.producer() for node in products for value in node.inputs if value is not None]
@@ -97,10 +102,24 @@ def widen_bfloat16(model: ir.Model, *, fuse: bool) -> None:
             types = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
             if ir.DataType.BFLOAT16 in types and not node.domain and node.op_type not in (_KEPT | _MOVES) - _LACKING:
                 _compute_wider(graph, node, ir.DataType.BFLOAT16, _WIDE)
+    _name_apart(model)
     _skip_roundings(model.graph)
     if fuse:
         _round_in_products(model.graph)
         functions.attach(model)
+
+
+def _name_apart(model: ir.Model) -> None:
+    """Rename what has the name of a value of another graph: each graph names what it gets for itself."""
+    taken = {*model.graph.initializers, *(value.name for value in model.graph.inputs)}
+    taken |= {value.name for node in model.graph for value in node.outputs}
+    for graph in model.graphs():
+        if graph is model.graph:
+            continue
+        for number, value in enumerate(value for node in graph for value in node.outputs):
+            if value.name in taken:
+                value.name = f"{value.name}/{graph.name}/{number}/{len(taken)}"
+            taken.add(value.name)
 
 
 def cast_by_vectors(model: ir.Model) -> None:

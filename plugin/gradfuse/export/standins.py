@@ -455,6 +455,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
         _PASS_GRADIENT: pass_gradient,
         aten.embedding.default: embedding,
         aten._safe_softmax.default: safe_softmax,
+        aten._grouped_mm.default: grouped_mm,
     }
     own = torch.ops.transformers
     # It is there once transformers is imported.
@@ -466,6 +467,14 @@ def translations() -> dict[Any, Callable[..., Any]]:
 def grouped_rows(input: Any, weight: Any, offs: Any) -> Any:
     """transformers::grouped_mm_fallback: (S, K) by (G, K, N) is (S, N), with (G) ends in S."""
     return _node("GroupedRows", input, weight, offs)
+
+
+def grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """aten::_grouped_mm of rows, (S, K) by (G, K, N) with ends of groups; not of columns, nor of batches."""
+    if offs is None or bias is not None or len(self.shape) != 2 or len(mat2.shape) != 3:
+        shapes = f"{self.shape} by {mat2.shape}, {'without' if offs is None else 'with'} offs"
+        raise NotImplementedError(f"grouped_mm of {shapes}; expected (S, K) by (G, K, N), with offs and no bias")
+    return grouped_rows(self, mat2, offs)
 
 
 def _node(name: str, *inputs: Any, **attributes: int) -> Any:
