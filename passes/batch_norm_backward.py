@@ -92,8 +92,8 @@ def _region(site: Site, root: ir.Value, channels: int) -> normalizing.Region | N
     is_whole = partial(normalizing.is_whole, site, root=root)
     is_mean = partial(_is_vector, site, root=root, channels=channels)
     found = dict(normalizing.arithmetic(site, root))
-    sums = (normalizing.reduced(site, node) for node in found.values())
-    reduced = dict.fromkeys(one for one in (site.first(v) for v in sums if v is not None) if is_whole(one))
+    sums = (tuple(map(site.first, normalizing.summed(site, node))) for node in found.values())
+    reduced = dict.fromkeys(one for one in sums if one and all(map(is_whole, one)))
     # Most values have no sum behind them; only with one are differences worth a search.
     if not reduced:
         return None

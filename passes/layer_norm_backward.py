@@ -166,12 +166,12 @@ def _squared(site: Site, root: ir.Node) -> tuple[ir.Value, bool] | None:
 
 def _is_sum_with(site: Site, node: ir.Node, whole: ir.Value) -> bool:
     """Whether a node adds up a product of a tensor and another one of its shape, which is not computed from it."""
-    summed = normalizing.reduced(site, node)
-    if summed is None or not site.knows(whole):
+    summed = [site.first(value) for value in normalizing.summed(site, node)]
+    if not summed or not site.knows(whole):
         return False
     is_wide = partial(normalizing.is_whole, site, root=whole)
-    found = normalizing.factors(site, site.first(summed), is_wide)
-    others = [one for one in found[1:] if one is not whole and not normalizing.is_made_of(site, one, whole)]
+    found = [one for value in summed for one in normalizing.factors(site, value, is_wide)]
+    others = [one for one in (found if len(summed) > 1 else found[1:]) if one is not whole and not normalizing.is_made_of(site, one, whole)]
     return whole in found and bool(others)
 
 
@@ -188,7 +188,7 @@ def _is_near_sum(site: Site, value: ir.Value) -> bool:
         node = own.producer()
         if node is None or len(todo) > _NEAR:
             continue
-        if normalizing.reduced(site, node) is not None:
+        if normalizing.summed(site, node):
             return True
         if node.op_type in ("Add", "Sum", "Sub") and site.knows(own) and site.extents(own) == whole:
             continue
@@ -230,14 +230,14 @@ def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None
 def _regions(site: Site, root: ir.Value) -> Iterator[normalizing.Region]:
     """The arithmetic behind a value, for each number of axes that it sums over."""
     whole = partial(normalizing.is_whole, site, root=root)
-    reduced: dict[int, list[ir.Value]] = {}
+    reduced: dict[int, list[tuple[ir.Value, ...]]] = {}
     found = dict(normalizing.arithmetic(site, root))
     for value, node in found.items():
-        summed = normalizing.reduced(site, node)
-        if summed is not None and whole(site.first(summed)):
+        summed = tuple(site.first(one) for one in normalizing.summed(site, node))
+        if summed and all(map(whole, summed)):
             first = _first_summed(site, value, root)
             if first is not None:
-                reduced.setdefault(first, []).append(site.first(summed))
+                reduced.setdefault(first, []).append(summed)
     nodes = frozenset(found.values())
     for first, sums in reduced.items():
         mean = partial(_is_of_rows, site, root=root, first=first)

@@ -19,7 +19,7 @@ from gradfuse.passes.matching.graphs import TOLERANCE
 from gradfuse.passes.matching.rewrite import Mismatch, Rewrite
 from gradfuse.passes.matching.site import Site
 from gradfuse.passes.matching.terms import chosen, constant, parts_of_sum
-from gradfuse.passes.reading import is_float
+from gradfuse.passes.reading import attribute, is_float
 
 VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Cast", "Identity"}
 CALCULATIONS = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"}
@@ -50,9 +50,22 @@ def reduced(site: Site, node: ir.Node) -> ir.Value | None:
     return None
 
 
+def summed(site: Site, node: ir.Node) -> tuple[ir.Value, ...]:
+    """The factors of what a node sums or averages: one, but of an `Einsum` of rows by rows; none for other nodes."""
+    whole = reduced(site, node)
+    if whole is not None:
+        return (whole,)
+    if node.op_type != "Einsum" or node.domain or None in node.inputs:
+        return ()
+    terms, _, kept = attribute(node, "equation", "").replace(" ", "").partition("->")
+    first, *others = terms.split(",")
+    adds_up = set(kept) < set(first) and all(term == first for term in others)
+    return tuple(value for value in node.inputs if value is not None) if adds_up else ()
+
+
 def with_reduction(site: Site) -> frozenset[ir.Value]:
     """The values that the arithmetic of a normalization makes of sums and means."""
-    return site.reached("reductions", lambda node: reduced(site, node) is not None, ALL | {"Transpose"})
+    return site.reached("reductions", lambda node: bool(summed(site, node)), ALL | {"Transpose"})
 
 
 def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
@@ -63,8 +76,8 @@ def operands(site: Site, node: ir.Node) -> Sequence[ir.Value | None] | None:
         read: Sequence[ir.Value | None] = node.inputs
     elif node.op_type in VIEWS:
         read = node.inputs[:1]
-    elif (summed := reduced(site, node)) is not None:
-        read = [summed]
+    elif factors_of_sum := summed(site, node):
+        read = factors_of_sum
     elif _is_small_power(site, node):
         read = node.inputs[:1]
     elif (taken := chosen(site, node)) is not None:
@@ -88,21 +101,24 @@ class Region:
         root: the value.
         axis: the dimension of the channels, or the first of those that are normalized.
         nodes: what computes the value.
-        reduced: whole tensors that are summed.
+        reduced: whole tensors whose products are summed; mostly one alone.
         centred: differences of a whole tensor and a vector, with the two.
     """
 
     root: ir.Value
     axis: int
     nodes: frozenset[ir.Node]
-    reduced: tuple[ir.Value, ...]
+    reduced: tuple[tuple[ir.Value, ...], ...]
     centred: Mapping[ir.Value, tuple[ir.Value, ir.Value]]
 
     def products(self, site: Site) -> list[list[ir.Value]]:
         """The factors of what is summed, the furthest first, which a weight has not been multiplied with."""
         whole = partial(is_whole, site, root=self.root)
-        terms = dict.fromkeys(term for value in self.reduced for term in parts_of_sum(site, value, whole, _FACTORS))
-        return [factors(site, term, whole)[::-1] for term in terms]
+        terms: dict[tuple[ir.Value, ...], None] = {}
+        for one, *others in self.reduced:
+            parts = [one] if others else parts_of_sum(site, one, whole, _FACTORS)
+            terms.update(dict.fromkeys((part, *others) for part in parts))
+        return [[own for value in term for own in factors(site, value, whole)][::-1] for term in terms]
 
 
 def arithmetic(site: Site, root: ir.Value) -> Iterator[tuple[ir.Value, ir.Node]]:

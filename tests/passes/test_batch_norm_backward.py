@@ -159,6 +159,15 @@ def test_channels_that_are_last(rank: int, gated: bool, dynamic: bool) -> None:
         assert_gradients_close(got, native[name], value, np.float32, terms=float(np.abs(arrays["dy"]).sum()))
 
 
+def test_sums_of_products_by_einsum() -> None:
+    share = f"share = Constant<value = float {{{1 / 24!r}}}>()"
+    text = decomposition(4, "[0,2,3]", share, weighted=True, gated=False, of_mean=True)
+    old = "gd = Mul(g, d)\ngd_sum = ReduceSum<keepdims = 0>(gd, axes)"
+    assert old in text
+    text = text.replace(old, 'gd_sum = Einsum<equation = "nchw,nchw->c">(g, d)')
+    require_backward(onnx_model(text, (3, 4, 4, 2)), (3, 4, 4, 2), weighted=True, gated=False)
+
+
 def test_sizes_that_are_too_large_to_be_run() -> None:
     """The share 1 / (16 * 48 * 48) goes with the sizes in the smaller ones that prove the match."""
     share = f"share = Constant<value = float {{{1 / (16 * 48 * 48)!r}}}>()"

@@ -176,6 +176,21 @@ def test_sums_without_the_axes_that_they_are_over() -> None:
     require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2)
 
 
+def test_sums_of_products_of_rows_by_einsum() -> None:
+    text = by_rule(3, 2, weighted=True, of_mean=True)
+    changes = {
+        "sy = Mul(s, y)": "n = Constant<value_float = 7.0>()",
+        "mean_sy = ReduceMean<keepdims = 1>(sy, inner)": """
+            dot = Einsum<equation = "btd,btd->bt">(s, y)  column = Unsqueeze(dot, inner)  mean_sy = Div(column, n)""",
+        "dy_y = Mul(dy, y)  grad_weight = ReduceSum<keepdims = 0>(dy_y, outer)": """
+            grad_weight = Einsum<equation = "btd,btd->d">(dy, y)""",
+    }
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2)
+
+
 def test_without_a_mean_it_is_rms_normalization() -> None:
     text = by_rule(3, 2, weighted=True, of_mean=True)
     text = text.replace("d = Sub(x, m)", "d = Identity(x)").replace("left = Sub(s, mean_s)", "left = Identity(s)")

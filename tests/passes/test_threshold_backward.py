@@ -35,7 +35,17 @@ def operators(model: onnx.ModelProto) -> list[str]:
     return [node.op_type for node in model.graph.node if node.domain == "aclnn"]
 
 
-@pytest.mark.parametrize("changes", [[], [("LessOrEqual(y, zero)", "GreaterOrEqual(zero, y)")]])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        [("LessOrEqual(y, zero)", "GreaterOrEqual(zero, y)")],
+        [("LessOrEqual(y, zero)", "Equal(y, zero)")],
+        [("cut = LessOrEqual(y, zero)", "kept = Cast<to = 9>(y)  cut = Not(kept)")],
+        # A backward pass on its own.
+        [("float[N, 6] y, ", ""), ("y = Relu(x)  cut = LessOrEqual(y", "cut = LessOrEqual(x")],
+    ],
+)
 def test_gradients_are_found(changes: list[tuple[str, str]]) -> None:
     model = fused(*changes)
     assert operators(model) == ["ThresholdBackward"]
@@ -76,12 +86,17 @@ def test_gradients_are_found_however_the_mask_is_written(changes: list[tuple[str
     [
         ("kept = Greater(y, zero)  cut = Not(kept)", "0 where the result is NaN"),
         ("kept = Less(zero, x)  cut = Not(kept)", "0 where the result is NaN"),
+        ("sign = Sign(y)  dx = Mul(sign, g)", "NaN where the result is"),
         ("cut = Less(x, zero)", "whole where the result is 0"),
         ("kept = GreaterOrEqual(x, zero)  cut = Not(kept)", "whole where the result is 0"),
     ],
 )
 def test_explain_says_where_another_comparison_gives_another_gradient(cut: str, reason: str) -> None:
-    text = GRAPH.replace("cut = LessOrEqual(y, zero)", cut)
+    old = "cut = LessOrEqual(y, zero)"
+    if "dx" in cut:
+        old += "\n    dx = Where(cut, zero, g)"
+    assert old in GRAPH
+    text = GRAPH.replace(old, cut)
     (region,) = gradfuse.explain(onnx.parser.parse_model(text)).regions
     assert region.op == "ThresholdBackward" and reason in region.reason
 
@@ -91,6 +106,8 @@ def test_explain_says_where_another_comparison_gives_another_gradient(cut: str, 
     [
         [("LessOrEqual(y, zero)", "Less(y, zero)")],
         [("LessOrEqual(y, zero)", "LessOrEqual(zero, y)")],
+        [("LessOrEqual(y, zero)", "Equal(x, zero)")],
+        [("LessOrEqual(y, zero)", "Cast<to = 9>(y)")],
         [("LessOrEqual(y, zero)", "LessOrEqual(y, row)")],
         [("cut = LessOrEqual(y, zero)", "kept = Greater(y, zero)  cut = Not(kept)")],
         [("Where(cut, zero, g)", "Where(cut, g, zero)")],
