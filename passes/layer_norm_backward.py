@@ -171,7 +171,11 @@ def _is_sum_with(site: Site, node: ir.Node, whole: ir.Value) -> bool:
         return False
     is_wide = partial(normalizing.is_whole, site, root=whole)
     found = [one for value in summed for one in normalizing.factors(site, value, is_wide)]
-    others = [one for one in (found if len(summed) > 1 else found[1:]) if one is not whole and not normalizing.is_made_of(site, one, whole)]
+    others = [
+        one
+        for one in (found if len(summed) > 1 else found[1:])
+        if one is not whole and not normalizing.is_made_of(site, one, whole)
+    ]
     return whole in found and bool(others)
 
 

@@ -5,18 +5,27 @@ Maximum pooling has no canonical form, so this rule matches nodes and their attr
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 import onnx_ir as ir
 
 from gradfuse.custom_ops.max_pool_backward import places
 from gradfuse.custom_ops.spatial import MOST_SPATIAL
-from gradfuse.passes.matching import Builder, Context, FusePass, Mismatch, Rewrite, Site
+from gradfuse.passes.algebra import UNIT, ZERO
+from gradfuse.passes.matching import Builder, Context, FusePass, Mismatch, Rewrite, Site, names_of
 from gradfuse.passes.proving.shrinking import KEPT_SIZE
 from gradfuse.passes.reading import attribute
+from gradfuse.passes.report import NearMiss
 
 _VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
+_REPEATS = {"Resize", "Upsample", "Expand", "Tile", "Concat", "Gather"}
+_BY_COMPARISON = (
+    "the gradient of a window goes to every element that equals its maximum, and the operator's to the first of them"
+)
+_SCATTERS = {"ScatterElements", "ScatterND"}
 _STEPS = 4  # views one after the other
 _INDICES = 1
 _FEWEST = 3  # dimensions of what is pooled
@@ -26,6 +35,8 @@ _FEW = 3  # windows, items and channels of a test by numbers
 
 class FuseMaxPoolBackwardPass(FusePass):
     """Finds a gradient g that is added up, on zeros in the shape of x, at the indices that a MaxPool of x gives.
+
+    Where windows do not overlap, it may also be put there, as MaxUnpool does.
 
     x, g and the indices may be viewed in one dimension for it, or in two: one for the planes, each with indices of its
     own. Indices that count columns first stay. MaxPoolGrad of onnxruntime-training is the same in one node.
@@ -50,9 +61,15 @@ class FuseMaxPoolBackwardPass(FusePass):
                     node.resize_outputs(1)
         return changed
 
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Gradients that go to what equals the maximum of its window."""
+        for node in site.graph:
+            if node.op_type == "Equal" and not node.domain and _compares_maxima(site, node):
+                yield NearMiss(names_of([node])[0], self.operator, _BY_COMPARISON)
+
     def refusal(self, site: Site, rewrite: Rewrite) -> str | None:
         """If the indices are computed anyway, they cost the forward pass more than the gradient saves."""
-        node = next(node for node in rewrite.runs if node.op_type in ("ScatterElements", "MaxPoolGrad"))
+        node = next(node for node in rewrite.runs if node.op_type in {*_SCATTERS, "MaxUnpool", "MaxPoolGrad"})
         positions = node.inputs[1]
         assert positions is not None
         views = _places(site, positions).values
@@ -61,6 +78,33 @@ class FuseMaxPoolBackwardPass(FusePass):
         if is_read or any(reader.op_type != node.op_type for reader in readers - site.unread):
             return "something else reads the indices of the maxima"
         return None
+
+
+def _compares_maxima(site: Site, node: ir.Node) -> bool:
+    """Whether a node compares what is pooled with the maxima of its windows, which are repeated for it."""
+    for value, other in itertools.permutations(node.inputs):
+        if value is None or other is None:
+            continue
+        repeated = _viewed(site, other)[-1]
+        while (made := repeated.producer()) is not None and made.op_type in _REPEATS and not made.domain:
+            source = made.inputs[0]
+            if source is None or not site.knows(source):
+                break
+            repeated = _viewed(site, source)[-1]
+        x = None if made is None or made.domain else made.inputs[0]
+        if made is None or x is None or made.op_type not in ("MaxPool", "ReduceMax") or not site.knows(x):
+            continue
+        whole = _viewed(site, x)[-1]
+        if _viewed(site, value)[-1] is not whole or not site.knows(whole) or len(site.extents(whole)) < _FEWEST:
+            continue
+        # Windows may be dimensions of their own: one for each of the image.
+        windows = len(site.extents(x)) - len(site.extents(whole))
+        # Peaks are what equals the maximum of a window around it.
+        if (made.op_type == "MaxPool" and repeated is not _viewed(site, other)[-1]) or windows == len(
+            site.extents(whole)
+        ) - 2:
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -102,10 +146,12 @@ def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
         return None
     if node.op_type == "MaxPoolGrad":
         return _of_training(site, node)
-    if node.op_type != "ScatterElements":
+    if node.op_type == "MaxUnpool":
+        return _unpooled(site, node)
+    if node.op_type not in _SCATTERS:
         return None
     data, positions, updates = node.inputs[:3]
-    if data is None or positions is None or updates is None or attribute(node, "reduction", "none") != "add":
+    if data is None or positions is None or updates is None:
         return None
     places = _places(site, positions)
     pool = _pool(site, places.values[-1])
@@ -114,10 +160,15 @@ def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
     maxima, x = pool.outputs[0], pool.inputs[0]
     if x is None or not all(map(site.knows, (maxima, x, data, positions, updates))) or not _is_zero(site, data):
         return None
-    if not _FEWEST <= len(site.extents(x)) <= MOST_SPATIAL + 2:
+    if not _FEWEST <= len(site.extents(x)) <= MOST_SPATIAL + 2 or not _adds(site, node, pool):
         return None
     dims = [site.extents(value) for value in (data, positions, updates)]
-    if places.by_plane:
+    if node.op_type == "ScatterND":
+        # Each index is a row of one number.
+        *before, width = dims[1] or [ZERO]
+        if width != UNIT or before != dims[2] or places.by_plane or len(dims[0]) != 1:
+            return None
+    elif places.by_plane:
         elements, windows = (
             [site.algebra.product(part) for part in (sizes[:2], sizes[2:])] for sizes in map(site.extents, (x, maxima))
         )
@@ -131,6 +182,35 @@ def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
         if site.extents(value) == site.extents(maxima) and value.dtype == root.dtype
     )
     return _Scatter(pool, node, next(whole, updates), places.by_plane, places.others)
+
+
+def _adds(site: Site, node: ir.Node, pool: ir.Node) -> bool:
+    """Whether a scatter adds up, or has nothing to, as no element is in two windows."""
+    reduction = attribute(node, "reduction", "none")
+    return reduction == "add" or (reduction == "none" and _are_apart(site, pool))
+
+
+def _are_apart(site: Site, pool: ir.Node) -> bool:
+    """Whether windows do not overlap."""
+    window = _window(pool, len(site.extents(pool.outputs[0])) - 2)
+    sizes = zip(window.stride, window.dilation, window.kernel_size, strict=True)
+    return all(stride > dilation * (size - 1) for stride, dilation, size in sizes)
+
+
+def _unpooled(site: Site, node: ir.Node) -> _Scatter | None:
+    """A MaxUnpool, which puts each element where its maximum was."""
+    gradient, positions = node.inputs[:2]
+    pool = None if positions is None else _pool(site, _viewed(site, positions)[-1])
+    if gradient is None or pool is None or pool.inputs[0] is None:
+        return None
+    maxima, x = pool.outputs[0], pool.inputs[0]
+    if not all(map(site.knows, (gradient, maxima, x))) or site.extents(gradient) != site.extents(maxima):
+        return None
+    if site.extents(node.outputs[0]) != site.extents(x):
+        return None
+    if not _are_apart(site, pool):
+        raise Mismatch("its windows overlap, and what several windows put into one place is not added up")
+    return _Scatter(pool, node, gradient)
 
 
 @dataclass(frozen=True)

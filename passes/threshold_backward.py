@@ -35,9 +35,9 @@ _FUSED_RELUS = ("BatchNorm", "Convolution")
 class FuseThresholdBackwardPass(FusePass):
     """Finds a Where that takes zeros where the result of a ReLU is at most 0, and a value of its shape elsewhere.
 
-    A product with a mask that is 0 there does so too. The argument of the ReLU serves as well as its result, and so does
-    an input of the graph: a backward pass on its own is given what the forward pass has kept. Of a result, which is
-    never below 0, it may also be asked whether it is 0.
+    A product with a mask that is 0 there does so too. The argument of the ReLU serves as well as its result, and so
+    does an input of the graph: a backward pass on its own is given what the forward pass has kept. Of a result, which
+    is never below 0, it may also be asked whether it is 0.
 
     Comparisons by `>` give another gradient where the result is NaN, and stay.
     """

@@ -175,6 +175,46 @@ def test_indices_of_other_planes_stay() -> None:
     assert not fused(of_planes(pooling, "remainders", math.prod(pooling.image) // 2), "all")[1].fusions
 
 
+APART = Pooling((6, 8), 2, stride=2)
+OTHER_SUMS = {
+    "rows of one index": (
+        ("flat = C", "rows = Constant<value_ints = [-1, 1]>()  flat = C"),
+        ("Reshape(indices, flat)", "Reshape(indices, rows)"),
+        ("ScatterElements<axis = 0, ", "ScatterND<"),
+    ),
+    "put and not added": ((', reduction = "add"', ""),),
+    "MaxUnpool": ((SUMS, "sums = MaxUnpool<kernel_shape = [2, 2], strides = [2, 2]>(g, indices)"),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_SUMS)
+def test_sums_at_the_maxima_of_windows_that_do_not_overlap(name: str) -> None:
+    pooling = dataclasses.replace(APART, changed=OTHER_SUMS[name])
+    result, report = fused(pooling.model(), "all")
+    assert [f.op for f in report.fusions] == ["MaxPoolBackward"], report
+    feeds = pooling.feeds()
+    x = torch.from_numpy(feeds["x"]).requires_grad_()
+    (expected,) = torch.autograd.grad(pooling.by_torch(x), x, torch.from_numpy(feeds["g"]))
+    np.testing.assert_array_equal(run(result, feeds)["dx"], expected.numpy())
+
+
+@pytest.mark.parametrize(
+    "maxima",
+    [
+        "by = Constant<value_floats = [1.0, 1.0, 2.0, 2.0]>()  top = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(x)"
+        " whole = Resize(top, , by)  mask = Equal(x, whole)",
+        "split = Constant<value_ints = [3, 4, 3, 2, 4, 2]>()  parts = Reshape(x, split)"
+        " ends = Constant<value_ints = [3, 5]>()  top = ReduceMax(parts, ends)  mask = Equal(parts, top)",
+    ],
+)
+def test_explain_says_that_equal_maxima_all_get_the_gradient(maxima: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["": 20]>
+        pooling (float[3, 4, 6, 8] x) => (bool[M, N, O, P] y) {{
+            {maxima} shape = Shape(x) y = Reshape(mask, shape) }}"""
+    regions = gradfuse.explain(onnx.parser.parse_model(text)).regions
+    assert [(one.op, "every element that equals" in one.reason) for one in regions] == [("MaxPoolBackward", True)]
+
+
 PLAIN = Pooling((7, 7), 3, stride=2, padding=1)
 ALMOST = {
     "numbers that are no zeros": (("zeros = ConstantOfShape(length)", "zeros = Expand(one_float, length)"),),
