@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import ONE, UNIT, ZERO, Algebra, Poly
+from gradfuse.passes.algebra import ONE, UNIT, ZERO, Algebra, Poly, TooComplex
 from gradfuse.passes.matching import (
     Builder,
     FusePass,
     Mismatch,
+    Policy,
     Rewrite,
     Site,
     divides,
@@ -20,8 +23,10 @@ from gradfuse.passes.matching import (
     require_same,
     softmaxes,
 )
-from gradfuse.passes.reading import Form
+from gradfuse.passes.reading import Form, Opaque, attribute
+from gradfuse.passes.reading.layouts import Group
 
+_MOST_PRODUCTS = 8  # with the same values
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -31,18 +36,37 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
     1. P = K y G - K y sum_j(G y): the summed terms give K y (what does not depend on the bound variable) and G;
     2. K = scale * keep, keep being 0 or 1;
     3. values of P's type that are y and a multiple of G, boolean values for keep or its opposite, or nothing to keep.
+
+    Where y is multiplied with values v, and G is a gradient d times their transpose, sum_j(G y) may be written as the
+    sum of the row of d (y v), as FlashAttention has it.
     """
 
     operator = "ScaledMaskedSoftmaxBackward"
     training_operators = ("SoftmaxGrad", "SoftmaxGrad_13")
 
+    def __init__(self, policy: Policy = "profitable") -> None:
+        super().__init__(policy)
+        self._through: tuple[Site, dict[int, _ThroughValues]] | None = None
+
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         form = site.forms.form(root)
         candidates = _candidates(site, form)
-        return self.first_bound(builder, (partial(self._bound, site, builder, root, form, *c) for c in candidates))
+        found = self.first_bound(builder, (partial(self._bound, site, builder, root, form, *c) for c in candidates))
+        if found is not None or not _may_go_through_values(site, form):
+            return found
+        if self._through is None or self._through[0] is not site:
+            self._through = site, _sums_through_values(site)
+        known = self._through[1]
+        used = [known[a] for monomial in form.poly.terms for a, e in monomial if a in known and e == 1]
+        if not used:
+            return None
+        form = Form(form.groups, _opened(site.algebra, form.poly, known))
+        candidates = _candidates(site, form)
+        found = self.first_bound(builder, (partial(self._bound, site, builder, root, form, *c) for c in candidates))
+        return None if found is None else replace(found, runs=frozenset(n for one in used for n in one.products))
 
     def possible(self, site: Site, form: Form) -> bool:
-        return any(True for _ in _candidates(site, form))
+        return any(True for _ in _candidates(site, form)) or _may_go_through_values(site, form)
 
     def _bound(
         self, site: Site, builder: Builder, root: ir.Value, form: Form, y: Poly, j: int, k: Poly, g: Poly
@@ -68,7 +92,7 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
         # The definition, in these values.
         total = algebra.sum(algebra.mul(g, y), {j: sizes[j]}, sizes)
         inside = algebra.mul(y, g - total)
-        require_same(site, root, algebra.mul(keep.scaled(scale), inside))
+        require_same(site, root, algebra.mul(keep.scaled(scale), inside), form.poly)
 
         masked = algebra.free(keep)
         layout = _layout(form, of_y, j, masked)
@@ -87,6 +111,76 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
         ordered = [v for group in layout for v in group]
         output = builder.arrange(fused, ordered, [list(form.variables(a)) for a in range(len(form.groups))], sizes)
         return builder.rewrite("softmax-backward", [fused], output)
+
+
+@dataclass(frozen=True)
+class _ThroughValues:
+    """The sum of a row of G y, and the products d times the transpose of v, which is G, and y v."""
+
+    sum: Poly
+    products: tuple[ir.Node, ir.Node]
+
+
+def _may_go_through_values(site: Site, form: Form) -> bool:
+    """Whether the rows of a product of two tensors are summed, and something else runs along these rows."""
+    algebra = site.algebra
+    sums = [algebra.atoms[a] for monomial in form.poly.terms for a, e in monomial if e == 1]
+    return any(s.kind == "sum" and len(s.tensors) == 2 and len(s.free) < len(form.sizes) for s in sums)
+
+
+def _opened(algebra: Algebra, poly: Poly, known: Mapping[int, _ThroughValues]) -> Poly:
+    """A polynomial with the sums of the rows of G y in the place of those of d (y v)."""
+    result = ZERO
+    for monomial, c in poly.terms.items():
+        rest = tuple((a, e) for a, e in monomial if a not in known or e != 1)
+        sums = [known[a].sum for a, e in monomial if a in known and e == 1]
+        result = result + algebra.product([Poly({rest: c}), *sums])
+    return result
+
+
+def _sums_through_values(site: Site) -> dict[int, _ThroughValues]:
+    """Each sum of the rows of d (y v), where the graph also has d times the transpose of v, by its atom."""
+    products: dict[ir.Value, list[tuple[ir.Node, bool]]] = {}
+    for node in site.graph:
+        values = node.inputs[1] if node.op_type == "MatMul" and not node.domain else None
+        if values is not None and all(site.knows(v) for v in (*node.inputs, *node.outputs) if v is not None):
+            source, turned = _turned_back(site, values)
+            products.setdefault(source, []).append((node, turned))
+    found: dict[int, _ThroughValues] = {}
+    for several in products.values():
+        for (back, turned), (forth, other) in itertools.permutations(several[:_MOST_PRODUCTS], 2):
+            d, y = back.inputs[0], forth.inputs[0]
+            if turned == other or d is None or y is None:
+                continue
+            try:
+                groups, through = _row_sum(site, d, forth.outputs[0])
+                rows, whole = _row_sum(site, y, back.outputs[0])
+            except (Opaque, TooComplex):
+                continue
+            ((monomial, c), *more) = through.terms.items() or [((), 0.0)]
+            if not more and c == 1.0 and len(monomial) == 1 and monomial[0][1] == 1 and groups == rows:
+                found[monomial[0][0]] = _ThroughValues(whole, (back, forth))
+    return found
+
+
+def _turned_back(site: Site, value: ir.Value) -> tuple[ir.Value, bool]:
+    """A stack of matrices, or what it is the transposes of; and whether it is."""
+    value = site.first(value)
+    node = value.producer()
+    perm = list(attribute(node, "perm", ())) if node is not None and node.op_type == "Transpose" else []
+    turned = perm[-2:] == [len(perm) - 1, len(perm) - 2] and perm[:-2] == list(range(len(perm) - 2))
+    if not perm or not turned or node is None or node.inputs[0] is None:
+        return value, False
+    return site.first(node.inputs[0]), True
+
+
+def _row_sum(site: Site, first: ir.Value, second: ir.Value) -> tuple[tuple[Group, ...], Poly]:
+    """The sums of the last dimension of the product of two values, with the other dimensions."""
+    algebra = site.algebra
+    groups, (a, b) = site.forms.broadcast([site.forms.form(first), site.forms.form(second)])
+    joined = Form(groups, ZERO)
+    sizes = dict(enumerate(joined.sizes))
+    return groups[:-1], algebra.sum(algebra.mul(a, b), {v: sizes[v] for v in joined.variables(len(groups) - 1)}, sizes)
 
 
 def _scores(algebra: Algebra, y: Poly, j: int) -> Poly:

@@ -201,7 +201,7 @@ def test_sums_at_the_maxima_of_windows_that_do_not_overlap(name: str) -> None:
 @pytest.mark.parametrize(
     "maxima",
     [
-        "by = Constant<value_floats = [1.0, 1.0, 2.0, 2.0]>()  top = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(x)"
+        "by = Constant<value_floats = [1.0, 1.0, 2.0, 2.0]>() top = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(x)"
         " whole = Resize(top, , by)  mask = Equal(x, whole)",
         "split = Constant<value_ints = [3, 4, 3, 2, 4, 2]>()  parts = Reshape(x, split)"
         " ends = Constant<value_ints = [3, 5]>()  top = ReduceMax(parts, ends)  mask = Equal(parts, top)",

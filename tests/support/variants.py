@@ -55,6 +55,9 @@ FEEDS: Feeds = {
     "steps": np.asarray([0, 0, 1, 0, 1, -1, 1]),
     "counts": np.asarray([2, 0, 5]),
     "index": np.asarray([0, 2, 1, 1, 0, 2, 0]),
+    "v": RNG.normal(size=(2, 3, 4, 5)).astype(np.float32),
+    "values_2": RNG.normal(size=(2, 3, 4, 5)).astype(np.float32),
+    "du": RNG.normal(size=(2, 3, 4, 5)).astype(np.float32),
 }
 _TYPES = {"float32": F32, "int64": I64, "int32": I32, "bool": BOOL}
 
@@ -167,6 +170,14 @@ def _nameless_sizes(g: GraphBuilder) -> str:
     return g.op("Mul", y, g.op("Sub", u, g.sum(g.op("Mul", u, y), -1)))
 
 
+def _through_values(g: GraphBuilder, y: str, values: str = "v") -> str:
+    """The sums of rows as FlashAttention has them: of the gradient and the result of attention."""
+    v, du = given(g, "v"), given(g, "du")
+    of = v if values == "v" else given(g, values)
+    u = g.op("MatMul", du, g.op("Transpose", v, perm=[0, 1, 3, 2]))
+    return g.op("Mul", y, g.op("Sub", u, g.sum(g.op("Mul", du, g.op("MatMul", y, of)), -1)))
+
+
 def _another_axis(g: GraphBuilder) -> str:
     y, u = g.op("Softmax", given(g, "s"), axis=1), given(g, "u")
     return g.op("Mul", y, g.op("Sub", u, g.sum(g.op("Mul", u, y), 1)))
@@ -209,6 +220,8 @@ SOFTMAX: dict[str, Build] = {
     "the whole Jacobian, MatMul": _jacobian_of_columns,
     "sizes without names, but that of the rows": _nameless_sizes,
     "along another axis": _another_axis,
+    "through values": lambda g: _through_values(g, g.op("Softmax", given(g, "s"), axis=-1)),
+    "through values, of given probabilities": lambda g: g.op("Mul", _through_values(g, given(g, "s")), g.constant(0.5)),
     "decomposed softmax": _decomposed,
     "one element of each row": _at_the_target_alone,
     "one element of each row and the others": _at_the_target_above_all,
@@ -1055,6 +1068,10 @@ OTHERS: dict[str, tuple[str, Build]] = {
     "one element of each row, of another weight in the sum": (
         "ScaledMaskedSoftmaxBackward",
         lambda g: _at_the_target_above_all(g, 2.0),
+    ),
+    "sums through other values": (
+        "ScaledMaskedSoftmaxBackward",
+        lambda g: _through_values(g, g.op("Softmax", given(g, "s"), axis=-1), "values_2"),
     ),
     "mean for sum": (
         "ScaledMaskedSoftmaxBackward",
