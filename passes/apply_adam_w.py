@@ -186,10 +186,12 @@ def _moments(site: Site, root: ir.Value) -> _Moments | None:
         if found is None:
             continue
         gradient, square = found
-        for candidate in near:
-            mean = _average(site, plain(site, candidate), gradient, 1.0)
-            if mean is not None:
-                return _Moments(gradient, mean, square)
+        averages = (_average(site, plain(site, candidate), gradient, 1.0) for candidate in near)
+        means = [mean for mean in averages if mean is not None]
+        if means:
+            # A multiple of an average, such as by the learning rate, is none.
+            whole = (mean for mean in means if abs(mean.kept + mean.share - 1) <= _ROUNDING)
+            return _Moments(gradient, next(whole, means[0]), square)
         raise Mismatch(
             "it divides by a root of an average of squares, and has no average of what is squared as a factor"
         )

@@ -29,6 +29,7 @@ _TERMS = 6  # of an update, among which the parameter is looked for
 _NODES_OF_MOMENTUM = 4  # from a momentum to the next
 _NEAR_BUFFER = 12  # nodes behind a root among which the momentum is looked for
 _ROUNDING = 2.0**-22
+_DECAYED = "it shrinks the parameter beside its step, and the operator's weight decay is part of the gradient"
 
 
 class FuseApplySgdPass(OptimizerPass):
@@ -113,6 +114,7 @@ def _parameters(site: Site, root: ir.Value) -> list[ir.Value]:
         above = term.producer()
         if above is not None and not above.domain and above.op_type in _SUMS and len(terms) < _TERMS:
             terms += [plain(site, value) for value in above.inputs if value is not None]
+    terms += [without_numbers(site, value) for value in terms]
     return [v for v in dict.fromkeys(terms) if _is_given(v) and site.knows(v) and site.extents(v) == site.extents(root)]
 
 
@@ -145,9 +147,13 @@ def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update |
                 continue
             gradient = momentum.gradient
             steps = dict(terms_of(site, uncast(root), [parameter, value, gradient]))
-            if steps.pop(frozenset([(parameter, 1.0)]), 0.0) != 1.0:
-                continue
+            kept = steps.pop(frozenset([(parameter, 1.0)]), 0.0)
             steps = _along(momentum, steps)
+            others = [factors for factors in steps if (parameter, 1.0) not in factors]
+            if kept != 1.0 or len(others) < len(steps):
+                if 0 < kept <= 1 and len(others) == 1 and (value, 1.0) in others[0]:
+                    raise Mismatch(_DECAYED)
+                continue
             if (found := _along_velocity(parameter, momentum, steps)) is not None:
                 return found
             if momentum.sign < 0:

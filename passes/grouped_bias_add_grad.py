@@ -19,11 +19,19 @@ from gradfuse.passes.reading.nodes import constant_of
 from gradfuse.passes.report import NearMiss
 
 UNSORTED = "its rows are grouped by an index that nothing proves sorted; the operator takes the ends of sorted groups"
+_VIEWS = {"Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Identity"}
+_WRAPS = (
+    "it takes the running sum at one less than each end, which for an end of 0 is the last row, and the operator's sum "
+    "is 0 there"
+)
+_IN_LOOP = "a loop over the groups, whose body sums the rows of one: what runs of a body give together is not read"
 _COMBINES = {
     *("Add", "Sum", "Where", "Expand", "Unsqueeze", "Squeeze", "Reshape", "Concat", "Pad", "Identity", "Cast"),
     *("ReduceSum", "Flatten", "Transpose", "ScatterND", "ScatterElements", "ConcatTraining", "GatherGrad"),
-    *("MatMul", "Gemm", "Einsum", "Tile"),
+    *("MatMul", "Gemm", "Einsum", "Tile", "Sub"),
 }
+_BEHIND_ENDS = {"Gather", "Concat", "Pad", "Slice", "Sub", *_VIEWS}
+"""What takes the differences of running sums at the ends of groups."""
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 _SEARCHED = 256  # values behind a sum in which its index is looked for
 _SCATTER_ADD_OPSET = 16
@@ -31,11 +39,12 @@ _DOMAINS = ("", ort_training.DOMAIN)
 _CUTS = {"Slice", "Split", "SplitTraining", "Cast"}
 _SCATTERS = {"ScatterND", "ScatterElements", "GatherGrad"}
 _PRODUCTS = {"MatMul", "Gemm", "Einsum"}
-_VIEWS = {"Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Identity"}
 _CARRIERS = {
     "Where": (1, 3),
     "Add": (0, None),
     "Sum": (0, None),
+    "Sub": (0, None),
+    "Gather": (0, 1),
     "Concat": (0, None),
     "ConcatTraining": (0, None),
     **dict.fromkeys(_SCATTERS, (2, 3)),
@@ -66,6 +75,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
         node = root.producer()
         if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES:
             return None
+        if node.op_type == "Sub" and root not in _running_sums(site):
+            return None
         if _sums_nothing(site, node) and any(_sums_nothing(site, use.node) for use in root.uses()):
             return None  # It was tried as its successor.
         miss: Mismatch | None = None
@@ -73,6 +84,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
                 try:
                     rewrite = self._from(site, builder, root, source)
+                    if rewrite is not None and _may_wrap(site, root):
+                        raise Mismatch(_WRAPS)
                 except Mismatch as reason:
                     # Rows that are gathered in another order are not groups, but they may be in the gathered order.
                     miss = miss or reason
@@ -86,6 +99,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
     def unmatched(self, site: Site) -> Iterator[NearMiss]:
         yield from _rows_by_index(site)
         yield from _rows_by_masks(site)
+        yield from _rows_by_loops(site)
 
     def _from(self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value) -> Rewrite | None:
         form, own = site.forms.relative(root, grad)
@@ -179,6 +193,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         if len(form.poly) > 3 or not _same_columns(form, own):
             return None
         (row,), groups = algebra.fresh(1), form.sizes[0]
+        form = Form(form.groups, _without_implied(algebra, form.poly, row))
         sums = {atom for m in form.poly.terms for a, _ in m if _is_row_sum(atom := algebra.atoms[a])}
         inside = {a for atom in sums for m in algebra.opened(atom, [row]).terms for a, _ in m}
         ends = [algebra.var(row) - algebra.atoms[a].args[0] for a in sorted(inside) if algebra.atoms[a].kind == "lt"]
@@ -415,6 +430,22 @@ def _ends(algebra: Algebra, index: Poly, row: int) -> tuple[Poly, Poly] | None:
     return None if row in algebra.free(ends) else (ends, atom.args[0][0])
 
 
+def _without_implied(algebra: Algebra, poly: Poly, row: int) -> Poly:
+    """A sum of sums over rows [row < end] without factors [0 < end], as before the first end there is no row."""
+    result = ZERO
+    for monomial, c in poly.terms.items():
+        kept = dict(monomial)
+        for atom in (algebra.atoms[a] for a, _ in monomial):
+            inside = algebra.opened(atom, [row]).terms if _is_row_sum(atom) else ()
+            tests = [algebra.atoms[a] for m in inside for a, _ in m if algebra.atoms[a].kind == "lt"]
+            for test in tests:
+                for a in [a for a in kept if algebra.atoms[a].kind == "lt"]:
+                    if algebra.atoms[a].args[0] == test.args[0] - algebra.var(row):
+                        del kept[a]
+        result = result + Poly({tuple(kept.items()): c})
+    return result
+
+
 def _is_row_sum(atom: Atom) -> bool:
     return atom.kind == "sum" and len(atom.args[0]) == 1
 
@@ -522,7 +553,40 @@ def _is_end(site: Site, node: ir.Node) -> bool:
     """Whether what a node takes is one of the tensors that sums are made of."""
     if node.op_type in _PRODUCTS:
         return not _is_product(site, node)
-    return node.op_type in _CUTS - {"Cast"} or (node.op_type == "ReduceSum" and not _sums_nothing(site, node))
+    if node.op_type in _CUTS and node.inputs[0] in _running_sums(site):
+        return False  # The ends are ends of these.
+    return (
+        _is_running_sum(node)
+        or node.op_type in _CUTS - {"Cast"}
+        or (node.op_type == "ReduceSum" and not _sums_nothing(site, node))
+    )
+
+
+def _is_running_sum(node: ir.Node) -> bool:
+    return node.op_type == "CumSum" and not node.domain
+
+
+def _may_wrap(site: Site, root: ir.Value) -> bool:
+    """Whether running sums behind a value are picked at one less than an end, which may be the start."""
+    todo, seen = [root], {root}
+    while todo:
+        value = todo.pop()
+        node = value.producer()
+        if node is None or value not in _running_sums(site) or _is_running_sum(node):
+            continue
+        index = node.inputs[1] if node.op_type == "Gather" else None
+        form = None if index is None else site.forms.get(index)
+        if form is not None and site.algebra.tensors(form.poly) and form.poly.terms.get((), 0.0) < 0:
+            return True
+        new = [v for v in node.inputs if v is not None and v not in seen]
+        seen.update(new)
+        todo += new
+    return False
+
+
+def _running_sums(site: Site) -> frozenset[ir.Value]:
+    """Running sums, and what is picked from them."""
+    return site.reached("running sums", _is_running_sum, _BEHIND_ENDS)
 
 
 def _is_product(site: Site, node: ir.Node) -> bool:
@@ -537,7 +601,7 @@ def _carried(site: Site, value: ir.Value) -> list[ir.Value] | None:
         varying = [v for v in node.inputs if v is not None and site.forms.constant(v) is None]
         others = [v for v in varying if not _is_condition(site, v)]
         return others if len(others) == 1 else None
-    if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES | _CUTS:
+    if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES | _CUTS | {"Gather", "CumSum"}:
         return None
     if _is_product(site, node) or _is_end(site, node):
         return []
@@ -673,3 +737,17 @@ def _rows_by_masks(site: Site) -> Iterator[NearMiss]:
         if None not in groups and len(groups) > 1:
             reason = f"a loop over {len(groups)} groups, each masked out of all rows; {UNSORTED}"
             yield NearMiss(names_of([node])[0], FuseGroupedBiasAddGradPass.operator, reason)
+
+
+def _rows_by_loops(site: Site) -> Iterator[NearMiss]:
+    """Sums of a part of the rows in each run of the body of a Loop or Scan."""
+    for node in site.graph:
+        attr = node.attributes.get("body") if node.op_type in ("Loop", "Scan") and not node.domain else None
+        summed = () if attr is None else (one for one in attr.as_graph() if one.op_type == "ReduceSum")
+        for source in (_behind_views(value) for one in summed if (value := _first_input(one)) is not None):
+            part = source.producer()
+            if part is None or part.op_type != "Slice" or part.domain or source.dtype not in TOLERANCE:
+                continue
+            if any(value is not None and constant_of(value) is None for value in part.inputs[1:3]):
+                yield NearMiss(names_of([node])[0], FuseGroupedBiasAddGradPass.operator, _IN_LOOP)
+                break

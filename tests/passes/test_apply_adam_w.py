@@ -220,6 +220,16 @@ def test_any_options(update: Update) -> None:
     require_update(update)
 
 
+def test_a_mean_that_is_multiplied_first() -> None:
+    """Half of the average has other weights than an average."""
+    half = "half = Constant<value_float = 0.5>() less = Mul(mean, half)"
+    changed = (
+        ("high = Div(mean, rest1_power)", f"{half} high = Div(less, rest1_power)"),
+        ("step_way = Mul(way, rate)", "twice = Add(rate, rate) step_way = Mul(way, twice)"),
+    )
+    require_update(Update(step="corrected moments", decay="gradient", changed=changed))
+
+
 ALMOST = {
     "amsgrad": [("root = Sqrt(square)", "most = Max(square, v) root = Sqrt(most)")],
     "the old second moment": [("root = Sqrt(square)", "root = Sqrt(v)")],
@@ -233,6 +243,12 @@ ALMOST = {
     ],
     "epsilon as a maximum": [("Add(low, eps)", "Max(low, eps)")],
     "no bias corrections": [("Div(rate, rest1_power)", "Identity(rate)"), ("Div(root, deviation)", "Identity(root)")],
+    "a constant rate and no bias corrections": [
+        ("size = Div(rate, rest1_power)", "size = Constant<value_float = 0.01>()"),
+        ("Div(root, deviation)", "Identity(root)"),
+        ("lost = Mul(rate, decay)", "lost = Mul(size, decay)"),
+        ("lost = Mul(size", "size_2 = Constant<value_float = 0.01>() lost = Mul(size_2"),
+    ],
     "no correction of the mean": [("Div(rate, rest1_power)", "Identity(rate)")],
     "no correction of the squares": [("Div(root, deviation)", "Identity(root)")],
     "corrections changed about": [
@@ -289,6 +305,7 @@ def test_updates_that_are_almost_adams_stay(name: str) -> None:
         ("amsgrad", "amsgrad"),
         ("epsilon that is not corrected", "epsilon is not added to the corrected root"),
         ("no bias corrections", "bias corrections are missing"),
+        ("a constant rate and no bias corrections", "bias corrections are missing"),
         ("two steps more", "are for 2 more than the steps that are counted"),
         ("corrections of another beta", "are those of 0.95 and 0.999, its betas 0.9 and 0.999"),
         ("decay without the learning rate", "weight decay is not in proportion to the learning rate"),

@@ -205,6 +205,20 @@ ALMOST = {
     ),
     "nesterov of another gradient": ("nesterov", [("d = Add(g, ahead)", "d = Add(p, ahead)")]),
     "a shrunk parameter": ("momentum", [("moved = Sub(p, way)", "less = Mul(p, rate) moved = Sub(less, way)")]),
+    "decay by itself": (
+        "momentum",
+        [("moved = Sub(p, way)", "near = Constant<value_float = 0.999>() less = Mul(p, near) moved = Sub(less, way)")],
+    ),
+    "decay by the rate": (
+        "momentum",
+        [
+            (
+                "moved = Sub(p, way)",
+                "loss = Constant<value_float = 0.1>() lost = Mul(rate, loss) gone = Mul(p, lost) less = Sub(p, gone) "
+                "moved = Sub(less, way)",
+            )
+        ],
+    ),
     "a divided gradient": ("gradient", [("way = Mul(d, rate)", "way = Div(rate, d)")]),
 }
 
@@ -229,6 +243,13 @@ def test_steps_that_are_not_along_a_gradient_stay(name: str) -> None:
     direction, changed = ALMOST[name]
     _, report = fused(Update(direction=direction, changed=tuple(changed)).model())
     assert "ApplySgd" not in operators(report)
+
+
+@pytest.mark.parametrize("name", ["decay by itself", "decay by the rate"])
+def test_explain_says_that_decay_is_apart_from_the_gradient(name: str) -> None:
+    direction, changed = ALMOST[name]
+    model = Update(direction=direction, changed=tuple(changed)).model()
+    assert any("weight decay is part of the gradient" in region.reason for region in gradfuse.explain(model).regions)
 
 
 def test_a_difference_that_is_no_result_stays() -> None:

@@ -182,6 +182,23 @@ def test_the_forward_product_with_a_one_hot_is_no_sum_over_groups() -> None:
     assert explain(parsed(text)).regions == ()
 
 
+def test_a_loop_over_groups_of_rows() -> None:
+    (region,) = explain(
+        parsed("""m (float[9,4] dy, int64[3] ends) => (float[groups,4] sums) {
+        count = Constant<value_int=3>()  goes_on = Constant<value = bool {1}>()  start = Constant<value_ints=[0]>()
+        last, sums = Loop <body = one (int64 i, bool going, int64[1] begin) => (bool go, int64[1] end, float[4] total) {
+            axis = Constant<value_ints=[0]>()  k = Unsqueeze(i, axis)
+            go = Identity(going)  end = Gather(ends, k)
+            rows = Slice(dy, begin, end, axis)  total = ReduceSum<keepdims = 0>(rows, axis)
+        }> (count, goes_on, start)
+    }""")
+    ).regions
+    assert (region.op, region.status) == (
+        "GroupedBiasAddGrad",
+        "unmatched",
+    ) and "a loop over the groups" in region.reason
+
+
 SCAN = """m (float[2,5] start, float[7,2,5] emissions, float[2,5] w) => (float[2,5] last, float[2,5] w_grad) {
     last = Scan <num_scan_inputs = 1, body = step (float[2,5] alpha, float[2,5] emission) => (float[2,5] next) {
         pads = Constant<value_ints=[0,1,0,-1]>()

@@ -841,6 +841,18 @@ def _repeated_in_range(g: GraphBuilder) -> str:
     return g.op("Where", g.op("Less", index, zero), g.op("Add", index, g.constant(GROUPS, np.int64)), index)
 
 
+def _of_running_sums(g: GraphBuilder, *, padded: bool) -> str:
+    """The running sums of rows at the ends less those at the starts, with a row of zeros ahead or without it."""
+    sums, ends = _running(g, given(g, "dy")), given(g, "ends")
+    zeros = g.constant(np.zeros((1, WIDTH)))
+    if padded:
+        sums = g.op("Concat", zeros, sums, axis=0)
+        return g.op("Sub", g.op("Gather", sums, ends), g.op("Gather", sums, _starts(g, ends)))
+    above = g.op("Gather", sums, _less_one(g, ends))
+    below = g.op("Concat", zeros, g.op("Slice", above, g.ints(0), g.ints(-1), g.ints(0)), axis=0)
+    return g.op("Sub", above, below)
+
+
 def _known_rows(g: GraphBuilder, index: str) -> str:
     """The sums of the rows whose group is one, picked by NonZero."""
     inside = g.op("Less", index, g.constant(GROUPS, np.int64))
@@ -867,6 +879,7 @@ REPEATED: dict[str, Build] = {
 
 GROUPED_BIAS: dict[str, Build] = {
     **REPEATED,
+    "differences of running sums": lambda g: _of_running_sums(g, padded=True),
     "blocks of rows": lambda g: _scattered(g, g.op("Div", arange(g, ROWS), g.constant(3, np.int64))),
     "one-hot, MatMul": lambda g: g.op("MatMul", g.op("Transpose", _hot_groups(g), perm=[1, 0]), given(g, "dy")),
     "one-hot, Gemm": lambda g: g.op("Gemm", _hot_groups(g), given(g, "dy"), transA=1),
@@ -1107,6 +1120,7 @@ OTHERS: dict[str, tuple[str, Build]] = {
             "Sub", g.op("Mul", given(g, "x"), g.constant(0.5)), g.op("Mul", given(g, "y"), g.constant(0.25))
         ),
     ),
+    "running sums ahead of ends": ("GroupedBiasAddGrad", lambda g: _of_running_sums(g, padded=False)),
     "any index": ("GroupedBiasAddGrad", lambda g: _scattered(g, given(g, "index"))),
     "an index that may fall": ("GroupedBiasAddGrad", lambda g: _scattered(g, _running(g, given(g, "steps")))),
     "an index that falls": (
