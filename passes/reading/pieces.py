@@ -9,7 +9,7 @@ import onnx_ir as ir
 from gradfuse.passes.algebra import UNIT, ZERO, Poly, number
 from gradfuse.passes.reading.known import KnownForms
 from gradfuse.passes.reading.layouts import Form
-from gradfuse.passes.reading.nodes import Opaque, attribute, given
+from gradfuse.passes.reading.nodes import INTEGERS, Opaque, attribute, given
 from gradfuse.passes.reading.registry import reads
 
 _END = 10**9  # what slices to the end of a dimension have at least, as tf2onnx writes
@@ -149,7 +149,17 @@ def windowed(forms: KnownForms, x: Form, axis: int, start: Poly, total: Poly) ->
 @reads("Concat")
 def _concat(forms: KnownForms, node: ir.Node) -> Form:
     parts = forms.operands(node)
-    return concatenated(forms, parts, attribute(node, "axis", 0) % len(parts[0].groups))
+    form = concatenated(forms, parts, attribute(node, "axis", 0) % len(parts[0].groups))
+    if given(node.inputs, 0).dtype in INTEGERS and _are_blank(parts[-1]) and any(p.sizes for p in parts[:-1]):
+        # Labels that are padded are one value, as those that Pad gives; in pieces, a condition would choose between.
+        return forms.named(("padded", form), forms.one_variable_each(form), node.outputs[0])
+    return form
+
+
+def _are_blank(part: Form) -> bool:
+    """Whether what ends a tensor is one number below 0 that is no class, and no part of a shape."""
+    value = part.poly.constant
+    return value is not None and value < (-1 if len(part.groups) == 1 else 0)
 
 
 def concatenated(forms: KnownForms, parts: Sequence[Form], axis: int) -> Form:

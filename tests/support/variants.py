@@ -356,6 +356,20 @@ def _mean_of_means(g: GraphBuilder) -> str:
     return g.op("Mul", d, g.op("Unsqueeze", scale, g.ints(1, 2)))
 
 
+def _next_tokens(g: GraphBuilder) -> str:
+    """Each token's class is the next one, and the last one is ignored."""
+    z, t = given(g, "tokens", ("B", "T", C)), given(g, "labels", ("B", "T"))
+    end = g.op("Concat", g.op("Shape", t, start=0, end=1), g.ints(1), axis=0)
+    blank = g.op("Expand", g.constant([[-100]], np.int64), end)
+    after = g.op("Concat", g.op("Slice", t, g.ints(1), g.ints(2**31), g.ints(1)), blank, axis=1)
+    after, z = g.op("Reshape", after, g.ints(-1)), g.op("Reshape", z, g.ints(-1, C))
+    hit = g.op("Equal", after, g.constant(-100, np.int64))
+    rows = g.op("Sub", g.op("Softmax", z), _onehot(g, g.op("Where", hit, g.constant(0, np.int64), after)))
+    keep = number(g, g.op("Not", hit))
+    d = g.op("Mul", rows, last(g, g.op("Div", keep, g.op("ReduceSum", keep, keepdims=0))))
+    return g.op("Reshape", d, g.op("Shape", "tokens"))
+
+
 def _columns(g: GraphBuilder) -> str:
     hot = g.op("OneHot", given(g, "t"), g.constant(C, np.int64), g.constant([0.0, 1.0]), axis=0)
     return cross_entropy(g, g.op("Sub", g.op("Softmax", given(g, "zt"), axis=0), hot))
@@ -680,6 +694,7 @@ CROSS_ENTROPY: dict[str, Build] = {
     "NCHW": _image,
     "NCHW as rows": _image_as_rows,
     "tokens of sequences": _tokens,
+    "the next token": _next_tokens,
     "mean over tokens, gradient by sequence": _mean_of_means,
     "classes first": _columns,
     "sizes without names": _nameless_rows,
