@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import ONE, UNIT, ZERO, Algebra, Poly, TooComplex
+from gradfuse.passes.algebra import ONE, UNIT, ZERO, Algebra, Atom, Monomial, Poly, TooComplex
 from gradfuse.passes.matching import (
     Builder,
     FusePass,
@@ -225,7 +225,7 @@ def _cofactors(site: Site, form: Form, y: Poly, j: int) -> tuple[Poly, Poly] | N
     rest = form.poly - algebra.mul(y, picked - algebra.sum(algebra.mul(picked, y), {j: sizes[j]}, sizes))
     if not rest:
         return UNIT, picked
-    cofactors = _cofactors_of_sums(site, rest, y, j)
+    cofactors = _cofactors_of_sums(site, rest, y, j, sizes[j])
     if cofactors is None or not picked:
         return cofactors
     k, g = cofactors
@@ -253,7 +253,7 @@ def _picked(site: Site, poly: Poly, y: Poly, j: int) -> Poly | None:
     return found
 
 
-def _cofactors_of_sums(site: Site, poly: Poly, y: Poly, j: int) -> tuple[Poly, Poly] | None:
+def _cofactors_of_sums(site: Site, poly: Poly, y: Poly, j: int, size: Poly) -> tuple[Poly, Poly] | None:
     """K and G of P, whose every term has the factor y."""
     algebra = site.algebra
     (ym,) = y.terms
@@ -277,15 +277,22 @@ def _cofactors_of_sums(site: Site, poly: Poly, y: Poly, j: int) -> tuple[Poly, P
     (first, lead), *others = summed.items()
     across = tuple(f for f in ym if f not in along)
     k = algebra.divide_monomial(algebra.divide_monomial(lead, ym), across)
-    g = algebra.divide_monomial(algebra.opened(algebra.atoms[first], [j]), tuple(along))
+    g = _summand(algebra, algebra.atoms[first], j, size, tuple(along))
     for a, rest in others:
         r = algebra.ratio(rest, lead)
         if r is None:
             return None
-        g = g + algebra.mul(r, algebra.divide_monomial(algebra.opened(algebra.atoms[a], [j]), tuple(along)))
+        g = g + algebra.mul(r, _summand(algebra, algebra.atoms[a], j, size, tuple(along)))
     # Factors of K that are no mask, such as a loss scale, belong to the gradient.
     factors = tuple((a, e) for a, e in algebra.content(k)[1] if not algebra.atoms[a].indicator)
     return algebra.divide_monomial(k, factors), algebra.mul(g, Poly({factors: 1.0}))
+
+
+def _summand(algebra: Algebra, atom: Atom, j: int, size: Poly, along: Monomial) -> Poly:
+    """What is summed, without y: 0 behind the end of the sum, which may be ahead of that of the row."""
+    summand = algebra.divide_monomial(algebra.opened(atom, [j]), along)
+    (end,) = atom.args[0]
+    return summand if end == size else algebra.mul(summand, algebra.less_than_zero(algebra.var(j) - end))
 
 
 def _scale_and_keep(site: Site, k: Poly) -> tuple[float, Poly]:

@@ -178,6 +178,15 @@ def _through_values(g: GraphBuilder, y: str, values: str = "v") -> str:
     return g.op("Mul", y, g.op("Sub", u, g.sum(g.op("Mul", du, g.op("MatMul", y, of)), -1)))
 
 
+def _beside_a_sink(g: GraphBuilder) -> str:
+    """The scores have a further one beside them, whose probability nothing takes."""
+    sink = g.constant(np.full((2, 3, 4, 1), 0.5))
+    y = g.op("Softmax", g.op("Concat", given(g, "s"), sink, axis=3), axis=-1)
+    u = g.op("Pad", given(g, "u"), g.ints(0, 0, 0, 0, 0, 0, 0, 1))
+    d = g.op("Mul", y, g.op("Sub", u, g.sum(g.op("Mul", u, y), -1)))
+    return g.op("Slice", d, g.ints(0), g.ints(4), g.ints(3))
+
+
 def _another_axis(g: GraphBuilder) -> str:
     y, u = g.op("Softmax", given(g, "s"), axis=1), given(g, "u")
     return g.op("Mul", y, g.op("Sub", u, g.sum(g.op("Mul", u, y), 1)))
@@ -220,6 +229,7 @@ SOFTMAX: dict[str, Build] = {
     "the whole Jacobian, MatMul": _jacobian_of_columns,
     "sizes without names, but that of the rows": _nameless_sizes,
     "along another axis": _another_axis,
+    "beside a sink": _beside_a_sink,
     "through values": lambda g: _through_values(g, g.op("Softmax", given(g, "s"), axis=-1)),
     "through values, of given probabilities": lambda g: g.op("Mul", _through_values(g, given(g, "s")), g.constant(0.5)),
     "decomposed softmax": _decomposed,
