@@ -310,7 +310,28 @@ def _candidates(site: Site, form: Form) -> Iterator[tuple[Poly, int, Poly]]:
 
 
 def _readable(algebra: Algebra, form: Form) -> Form:
-    return _without_ignored_hits(algebra, _without_flat_indices(algebra, form))
+    return _without_ignored_hits(algebra, _without_flat_indices(algebra, _without_two_sides(algebra, form)))
+
+
+def _without_two_sides(algebra: Algebra, form: Form) -> Form:
+    """The form with [x = 0] for 1 - [x < 0] - [-x < 0], as triangles of ones and pairs of comparisons write it."""
+    poly = form.poly
+    below = {a.args[0].key: a for a in _atoms(algebra, poly) if a.kind == "lt" and algebra.is_integer(a.args[0])}
+    for atom in list(below.values()):
+        other = below.get((-atom.args[0]).key)
+        if other is None or other.id <= atom.id:
+            continue
+        result = ZERO
+        for monomial, c in poly.terms.items():
+            own = dict(monomial)
+            if other.id not in own:
+                result = result + Poly({monomial: c})
+            elif atom.id not in own:
+                del own[other.id]
+                outside = UNIT - algebra.of(atom) - algebra.equal_zero(atom.args[0])
+                result = result + algebra.mul(Poly({tuple(own.items()): c}), outside)
+        poly = result
+    return Form(form.groups, poly)
 
 
 def _without_flat_indices(algebra: Algebra, form: Form) -> Form:

@@ -263,6 +263,14 @@ ONE_HOTS: dict[str, Callable[[GraphBuilder, str], str]] = {
         "ScatterElements", g.constant(np.zeros((N, C))), last(g, t), g.constant(np.ones((N, 1))), axis=1
     ),
     "ScatterND": lambda g, t: g.op("ScatterND", g.constant(np.zeros((N, C))), _matrix(g, t), g.constant(np.ones(N))),
+    "difference of triangles": lambda g, t: g.op(
+        "Gather",
+        g.op("Sub", *(g.op("Trilu", g.constant(np.ones((C, C))), g.constant(k, np.int64), upper=0) for k in (0, -1))),
+        t,
+    ),
+    "two comparisons": lambda g, t: number(
+        g, g.op("And", *(g.op(f"{way}OrEqual", last(g, t), arange(g, C)) for way in ("Less", "Greater")))
+    ),
     "smoothed": lambda g, t: g.op("OneHot", t, g.constant(C, np.int64), g.constant([0.02, 0.92])),
     "smoothed in steps": lambda g, t: g.op("Add", g.op("Mul", _onehot(g, t), g.constant(0.9)), g.constant(0.1 / C)),
 }
