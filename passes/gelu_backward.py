@@ -13,7 +13,7 @@ from gradfuse.passes.algebra import UNIT, Poly
 from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
 from gradfuse.passes.reading import Form, ort_training
 
-_CURVES = {"Erf": "none", "Tanh": "tanh"}
+_CURVES = {"Erf": "none", "Tanh": "tanh", "Sigmoid": "tanh"}
 _WHOLE = {"GeluGrad": "none", "BiasGeluGrad_dX": "none", "FastGeluGrad": "tanh", "BiasFastGeluGrad_dX": "tanh"}
 _NEAR_ROOT, _NEAR_CURVE = 64, 8  # nodes ahead among which gradient and input are looked for
 _FEWEST_TERMS = 3  # of a slope, and so of its product with a gradient
@@ -28,7 +28,8 @@ class FuseGeluBackwardPass(FusePass):
     """Finds, in a value P, an Erf E of x / sqrt(2) or a Tanh T of sqrt(2 / pi) (x + 0.044715 x^3) with P = g s, where
 
     1. s is the slope of the unit at x: (1 + E) / 2 + x D / sqrt(2 pi), with an Exp D of -x^2 / 2 that the graph has, or
-       (1 + T) / 2 + x (1 - T^2) sqrt(2 / pi) (1 + 3 * 0.044715 x^2) / 2;
+       (1 + T) / 2 + x (1 - T^2) sqrt(2 / pi) (1 + 3 * 0.044715 x^2) / 2, where T may be 2 S - 1 with a Sigmoid S of
+       twice as much;
     2. g and x are values of P's type and shape, or x is repeated along the last dimension.
 
     GeluGrad and FastGeluGrad of onnxruntime-training are the same in one node, of an x plus a bias too.
@@ -126,7 +127,10 @@ def _units(site: Site, near: Sequence[ir.Value], form: Form) -> Iterator[_Unit]:
             continue
         for x in (inner, *_ahead(site, inner, form, _NEAR_CURVE)):
             at = site.forms.form(x).poly
-            if inside.poly.close_to(_inside(site, at, _CURVES[curve.op_type]), _CLOSE):
+            if curve.op_type == "Sigmoid":
+                if inside.poly.close_to(_inside(site, at, "tanh").scaled(2), _CLOSE):
+                    yield _Unit(x, curve, _slope(site, at, height.scaled(2) - UNIT))
+            elif inside.poly.close_to(_inside(site, at, _CURVES[curve.op_type]), _CLOSE):
                 slopes = (
                     _slopes_of_erf(site, at, height, near) if curve.op_type == "Erf" else [_slope(site, at, height)]
                 )
