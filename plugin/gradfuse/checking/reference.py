@@ -476,7 +476,8 @@ def _transpose_in_products(graph: ir.Graph) -> None:
         if node.op_type != "Gemm" or node.domain:
             continue
         for index, attribute in enumerate(("transA", "transB")):
-            maker = node.inputs[index].producer() if node.inputs[index] is not None else None
+            matrix = node.inputs[index]
+            maker = None if matrix is None else matrix.producer()
             if maker is None or maker.graph is not graph or maker.op_type != "Transpose" or maker.domain:
                 continue
             (made,) = maker.outputs
