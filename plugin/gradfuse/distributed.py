@@ -30,10 +30,9 @@ from gradfuse.models.ort_values import is_bfloat16
 from gradfuse.models.tensors import serialized
 from gradfuse.runtime import is_of_onnxruntime, reason
 from gradfuse.training.arguments import TensorType, in_short, require_path
-from gradfuse.training.optimizers import MICRO_STEP
 from gradfuse.training.session import TrainingSession, alone
 from gradfuse.training.splitting import Halves, fingerprint, split
-from gradfuse.training.step import DROPOUT_SEED, LOSS, UPDATED_SUFFIX, TrainingStep, load_with_files
+from gradfuse.training.step import DROPOUT_SEED, LOSS, MICRO_STEP, UPDATED_SUFFIX, TrainingStep, load_with_files
 
 __all__ = ["DataParallelSession", "LostRankError"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import inspect
 import itertools
@@ -156,6 +157,16 @@ def is_users(filename: str) -> bool:
     if installed:
         return inside.split(os.sep)[0] not in _TOOLS
     return not filename.startswith(_STANDARD_LIBRARY)
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Whether a statement `raise` or `assert` of the user's code raised an error."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not is_users(last.tb_frame.f_code.co_filename):
+        return False
+    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def text_of(code: CodeType, line: int) -> str:

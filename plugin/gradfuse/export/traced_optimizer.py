@@ -15,7 +15,8 @@ import functools
 import inspect
 import math
 import numbers
-from collections import defaultdict, deque
+import operator
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,13 +41,16 @@ _PROBED = 3
 """So many steps tell which state counts them."""
 _PATHS = 64
 """So many combinations of answers the code of a step may ask for."""
+_OF_IMPLEMENTATION = 2.0**-30
+"""By so much two implementations of a step may differ in float64."""
 _NARROW = (torch.float16, torch.bfloat16)
 _IMPLEMENTATION = {"foreach": False, "fused": None, "capturable": False}
 """Options that choose an implementation alone, and the one that is traced."""
 _OWN = ("state", "param_groups")
 """Attributes of an optimizer that each twin has for itself."""
-_OF_GROUP = "group_"
-"""Begins the names of the numbers that an optimizer keeps in the parameter group, as states of each parameter."""
+_OF_GROUP, _OF_ALL = "group_", "optimizer_"
+"""Begin the names of the numbers that an optimizer keeps in the parameter group, or in attributes of its own, as states
+of each parameter."""
 _RESERVED = frozenset((ACCUMULATED_GRADIENT, AVERAGE, *(one[1:] for one in (GRADIENT_SUFFIX, UPDATED_SUFFIX))))
 """What follows a parameter's name in inputs and outputs of a step already."""
 aten = torch.ops.aten
@@ -93,11 +97,17 @@ def traced(optimizer: torch.optim.Optimizer, names: Mapping[int, str], run_time:
     """
     _require_traceable(optimizer)
     changing: dict[int, set[str]] = defaultdict(set)
+    uncounted: dict[int, set[str]] = defaultdict(set)
     while True:
         try:
-            return _traced(optimizer, names, run_time, changing)
-        except _ChangesNumberError as error:
-            changing[error.index].add(error.option)
+            return _traced(optimizer, names, run_time, changing, uncounted)
+        except _NumberError as error:
+            changes = isinstance(error, _ChangesNumberError)
+            for index, key in error.found:
+                (changing if changes else uncounted)[index].add(key)
+            if changes:
+                # With these, the rest may count.
+                uncounted.clear()
 
 
 def _traced(
@@ -105,12 +115,18 @@ def _traced(
     names: Mapping[int, str],
     run_time: Sequence[str],
     changing: Mapping[int, Collection[str]],
+    uncounted: Mapping[int, Collection[str]],
 ) -> Traced:
-    """Trace the step of an optimizer that changes some options of groups, whether in the first steps or later."""
+    """Trace the step of an optimizer.
+
+    Args:
+        changing: parameter group -> numbers in it, or in attributes, that change, whether in the first steps or later.
+        uncounted: parameter group -> state that is no number of steps, though the first ones add 1 to it.
+    """
     kinds: dict[Any, list[_Kind]] = defaultdict(list)
     of: dict[str, _Kind] = {}
     state: dict[str, Any] = {}
-    steps: dict[str, int] = {}
+    counts: dict[str, dict[str, float]] = {}
     begun = set()
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -126,7 +142,7 @@ def _traced(
             key = index, tuple(parameter.shape), parameter.dtype, parameter.device, _signature(held)
             kind = next((one for one in kinds[key] if one.has_constants_of(held)), None)
             if kind is None:
-                kind = _Kind.of(optimizer, index, parameter, name, changing.get(index, ()))
+                kind = _Kind.of(optimizer, index, parameter, name, changing=changing[index], uncounted=uncounted[index])
                 kinds[key].append(kind)
             of[name] = kind
             begin = kind.begin | held
@@ -136,13 +152,10 @@ def _traced(
                 for one, own in kind.states.items()
                 if one in begin
             }
-            counts = {int(begin[one]) for one in kind.counters}
-            if len(counts) > 1:
-                raise _refused(optimizer, f"its counters of {name!r} differ; expected one number of steps")
-            if counts:
-                (steps[name],) = counts
-            elif held:
+            counts[name] = {one: float(begin[one]) for one in kind.counters}
+            if held and not kind.counters and not kind.first_differs:
                 begun.add(name)
+    done = _steps_done(of, counts)
     if len(of) > 1:
         _require_separate(optimizer, {kind: name for name, kind in of.items()}, names)
     every = [kind for alike in kinds.values() for kind in alike]
@@ -155,20 +168,97 @@ def _traced(
     rules = dict(zip(every, _rules(optimizer, every, run_time), strict=True))
     if not _is_of_torch(optimizer):
         _require_by_value(optimizer, names)
+        _require_implementation(optimizer)
+    steps = {name: done for name, kind in of.items() if kind.counters}
     return Traced({name: rules[kind] for name, kind in of.items()}, state, steps, frozenset(begun))
 
 
+def _steps_done(of: Mapping[str, _Kind], counts: Mapping[str, Mapping[str, float]]) -> int:
+    """Return the number of steps done.
+
+    Args:
+        of: parameter -> its kind.
+        counts: parameter -> where its counters begin.
+
+    Raises:
+        _NoCounterError: a counter has another one, and counts for itself.
+    """
+    begin = Counter(count for of_one in counts.values() for count in of_one.values() if count >= 0 and count % 1 == 0)
+    # A first step that is one of its own is told by the number of steps, which is 0 where nothing counts.
+    is_new = any(kind.first_differs and not kind.counters for kind in of.values())
+    done = 0.0 if is_new or not begin else begin.most_common(1)[0][0]
+    others = [(of[name].index, key) for name, one in counts.items() for key, count in one.items() if count != done]
+    if others:
+        raise _NoCounterError(*others)
+    return int(done)
+
+
 def state_of(optimizer: torch.optim.Optimizer, index: int, parameter: Tensor) -> dict[str, Any]:
-    """Return the state of a parameter, and the numbers in its group."""
+    """Return what a parameter has in its state, one by one, and the numbers in its group and in attributes."""
     group = optimizer.param_groups[index]
     kept = {_OF_GROUP + key: value for key, value in group.items() if _is_number(value)}
-    return kept | dict(optimizer.state[parameter])
+    kept |= {_OF_ALL + key: value for key, value in _numbers(optimizer).items()}
+    return kept | _leaves(optimizer.state[parameter])
 
 
-def divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state that a parameter has itself, and the options that its group keeps."""
-    own = {key: value for key, value in state.items() if not key.startswith(_OF_GROUP)}
-    return own, {key.removeprefix(_OF_GROUP): value for key, value in state.items() if key not in own}
+def set_state(optimizer: torch.optim.Optimizer, index: int, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Give a parameter some of what `state_of` returns."""
+    own = optimizer.state[parameter]
+    named, of_group, of_all = _divided({**_leaves(own), **state})
+    own.update(_filled(own, named))
+    optimizer.param_groups[index].update(of_group)
+    vars(optimizer).update(of_all)
+
+
+def mapped(state: Mapping[Any, Any], function: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Return a state of what a function makes of its tensors and numbers, also in lists and dictionaries."""
+    return _filled(state, {key: function(one) for key, one in _leaves(state).items()})
+
+
+def _divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the state that a parameter has itself, the options that its group keeps, and the attributes."""
+    found: dict[str, dict[str, Any]] = {_OF_GROUP: {}, _OF_ALL: {}, "": {}}
+    for key, value in state.items():
+        prefix = next(one for one in found if key.startswith(one))
+        found[prefix][key.removeprefix(prefix)] = value
+    return found[""], found[_OF_GROUP], found[_OF_ALL]
+
+
+def _leaves(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return what is in a state, and in the lists and dictionaries there, as `buffers.0`; None is nothing."""
+    found: dict[Any, Any] = {}
+    for key, value in state.items():
+        inner = _items(value)
+        if inner:
+            found |= {f"{key}.{name}": one for name, one in _leaves(inner).items()}
+        elif value is not None:
+            found[key] = value
+    return found
+
+
+def _filled(state: Mapping[Any, Any], leaves: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return a state like another one with other leaves; where there is none, it keeps its own."""
+
+    def filled(value: Any, name: str) -> Any:
+        inner = _items(value)
+        if not inner:
+            return leaves.get(name, value)
+        results = {key: filled(one, f"{name}.{key}") for key, one in inner.items()}
+        if not isinstance(value, Mapping):
+            made = list(results.values())
+            return deque(made, value.maxlen) if isinstance(value, deque) else type(value)(made)
+        result = copy.copy(value)
+        result.update(results)  # type: ignore[attr-defined]
+        return result
+
+    return {key: filled(value, key) for key, value in state.items()}
+
+
+def _items(value: Any) -> Mapping[Any, Any]:
+    """Return what a list, tuple or dictionary has, by its place or key; nothing for another value."""
+    if isinstance(value, dict):
+        return value
+    return dict(enumerate(value)) if type(value) in (list, tuple, deque) else {}
 
 
 def twin(
@@ -176,6 +266,7 @@ def twin(
     groups: Mapping[int, Sequence[Tensor]],
     states: Mapping[Any, Any],
     rates: Mapping[int, Any],
+    implementation: Mapping[str, Any] = _IMPLEMENTATION,
 ) -> torch.optim.Optimizer:
     """Return an optimizer of the same kind that has other parameters. A step of it leaves the first one alone.
 
@@ -185,6 +276,7 @@ def twin(
             The others are empty: code may find something by the place of a group.
         states: their states, where there are some.
         rates: parameter group -> the learning rate, where it is another one.
+        implementation: the options that choose an implementation.
     """
     result: torch.optim.Optimizer = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
@@ -194,7 +286,7 @@ def twin(
     result.param_groups = []
     for index, group in enumerate(optimizer.param_groups):
         options = {key: one for key, one in group.items() if key != "params"}
-        options |= {key: one for key, one in _IMPLEMENTATION.items() if key in options}
+        options |= {key: one for key, one in implementation.items() if key in options}
         options = {key: _copy_of(one) for key, one in options.items()}
         rate = rates.get(index, options["lr"])
         result.param_groups.append({**options, "lr": rate, "params": list(groups.get(index, ()))})
@@ -214,11 +306,14 @@ class _Kind:
             numbers of the parameter group.
         constants: state that no step changes.
         states: the names of tensors and numbers that steps change -> their types.
+        rounded: those that are bfloat16 in PyTorch, and float32 of the same values in the model.
+        forms: the state, in which lists and dictionaries are, as it is before the first step and after it.
         numbers: those of them that are numbers of Python.
         counters: the names of what counts the steps.
         counts_in_python: those of them that are numbers of Python.
         first_differs: whether the first step does something else than those after it, such as to begin with the
             gradient, or with the learning rate of then.
+        began_otherwise: the same, of a parameter that has no state yet.
     """
 
     index: int
@@ -227,39 +322,63 @@ class _Kind:
     begin: dict[str, Any]
     constants: dict[str, Any]
     states: dict[str, StateType]
+    rounded: frozenset[str]
+    forms: tuple[dict[str, Any], dict[str, Any]]
     numbers: frozenset[str]
     counters: tuple[str, ...]
     first_differs: bool
+    began_otherwise: bool
 
     @classmethod
     def of(
-        cls, optimizer: torch.optim.Optimizer, index: int, parameter: Tensor, name: str, changing: Collection[str]
+        cls,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        parameter: Tensor,
+        name: str,
+        *,
+        changing: Collection[str],
+        uncounted: Collection[str],
     ) -> _Kind:
-        """Find out by a few steps of copies which state a parameter gets; `changing` are options known to change."""
+        """Find out by a few steps of copies which state a parameter gets; the rest is as for `_traced`."""
         held = _held(optimizer, parameter)
         probe = functools.partial(_Probe.of, optimizer, index, parameter, changing=changing)
         first = probe(held)
         others = probe(held, seed=1), probe(held, faster=0.5), probe(held, moved=0.5)
-        # What is not put in under its name, as by a copy of the dictionary, begins in an unknown way.
-        is_seen = first.after[0][1].keys() <= held.keys() | first.begun.keys()
-        fixed = is_seen and all(_same(first.begun, one.begun) for one in others)
-        begin = first.begun if fixed else {}
-        first_differs = not fixed or not _same(probe(held | begin).after[0], first.after[0])
-        there = (key for key, value in optimizer.param_groups[index].items() if value is not None)
+
+        def differs(first: _Probe, others: Sequence[_Probe], held: Mapping[str, Any]) -> bool:
+            # What is not put in under its name, as by a copy of the dictionary, begins in an unknown way.
+            is_seen = first.after[0][1].keys() <= held.keys() | first.begun.keys()
+            if not is_seen or not all(_same(first.begun, one.begun) for one in others):
+                return True
+            return not _same(probe({**held, **first.begun}).after[0], first.after[0])
+
+        first_differs = differs(first, others, held)
+        began_otherwise = first_differs or (
+            bool(held) and differs(probe({}), (probe({}, seed=1), probe({}, faster=0.5), probe({}, moved=0.5)), {})
+        )
+        there = {_OF_GROUP + key for key, value in optimizer.param_groups[index].items() if value is not None}
+        there |= {_OF_ALL + key for key, value in _attributes(optimizer).items() if value is not None}
+        lasting = functools.reduce(operator.and_, (after.keys() for _, after in first.after))
+        for key in (key for _, after in first.after for key in after.keys() - lasting):
+            whole = next((one for one in first.form if f"{key}.".startswith(f"{one}.")), key)
+            raise _refused(
+                optimizer,
+                f"state {whole!r} of {name!r} is {type(first.form.get(whole)).__name__}; expected tensors and numbers, "
+                "and as many after each step",
+            )
         constants, states, counters = {}, {}, []
         for key, last in first.after[-1][1].items():
             what = f"state {key!r} of {name!r}"
-            is_taken = key in _RESERVED or (key in held and str(key).startswith(_OF_GROUP))
+            is_taken = key in _RESERVED or (key in held and str(key).startswith((_OF_GROUP, _OF_ALL)))
             if not isinstance(key, str) or is_taken:
                 raise _refused(optimizer, f"{what} has a name that the step needs; expected another one")
             values: list[Any] = [(held | first.begun).get(key), *(after.get(key) for _, after in first.after)]
-            if all(one.counts(key, held) for one in (first, *others)):
-                if values[0] < 0 or int(values[0]) != values[0]:
-                    raise _refused(optimizer, f"{what} is {float(values[0])}; expected a count from 0 on")
+            if key not in uncounted and all(one.counts(key, held) for one in (first, *others)):
                 counters.append(key)
             elif (
                 isinstance(last, Tensor)
-                or key.startswith(_OF_GROUP)
+                or key.startswith((_OF_GROUP, _OF_ALL))
                 or (_is_number(last) and not all(_same(one, last) for one in values[1:]))
             ):
                 if not all(_is_tensor_or_number(one) and _type(one) == _type(last) for one in values[1:]):
@@ -270,18 +389,26 @@ class _Kind:
             else:
                 raise _refused(optimizer, f"{what} is {type(last).__name__}; expected tensors and numbers")
         # What is put in before the first step is there in it as well.
-        kept = {*counters, *(key for key in states if not first_differs or key.startswith(_OF_GROUP))}
+        of_others = (_OF_GROUP, _OF_ALL)
+        kept = {*counters, *(key for key in states if not first_differs or key.startswith(of_others))}
         python = frozenset(key for key, one in first.after[-1][1].items() if not isinstance(one, Tensor))
         return cls(
             index=index,
             like=parameter,
-            held=frozenset(held) | {_OF_GROUP + key for key in there if _OF_GROUP + key in first.begun},
+            held=frozenset(held) | (there & first.begun.keys()),
             begin={key: one for key, one in first.begun.items() if key in kept},
             constants=constants,
             states=states,
+            rounded=frozenset(
+                key
+                for key, one in first.after[-1][1].items()
+                if isinstance(one, Tensor) and one.dtype == torch.bfloat16
+            ),
+            forms=(_own_state(optimizer, parameter), first.form),
             numbers=python,
             counters=tuple(counters),
             first_differs=first_differs,
+            began_otherwise=began_otherwise,
         )
 
     def has_constants_of(self, held: Mapping[str, Any]) -> bool:
@@ -310,10 +437,12 @@ class _Probe:
     Attributes:
         begun: name -> value of the state that was not there, as it was first put there.
         after: the parameter and its state after each step.
+        form: the state after the last one, with its lists and dictionaries.
     """
 
     begun: dict[str, Any]
     after: list[tuple[Tensor, dict[str, Any]]]
+    form: dict[str, Any]
 
     def counts(self, key: str, held: Mapping[str, Any]) -> bool:
         """Tell whether each step added 1 to a number, which was there or was put there."""
@@ -337,47 +466,82 @@ class _Probe:
         rate = float(optimizer.param_groups[index]["lr"]) + faster
         other = twin(optimizer, {index: [tensor]}, {}, {index: rate})
         other.state = _States(_Watched)
-        own, of_group = divided(copy.deepcopy(dict(held)))
+        own, of_group, of_all = _divided(held)
         if own:
-            other.state[tensor] = _Watched(own)
+            other.state[tensor] = _Watched(copy.deepcopy(_own_state(optimizer, parameter)))
+            set_state(other, index, tensor, copy.deepcopy(own))
         group = other.param_groups[index]
         group.update(of_group)
-        options, attributes = (
-            {key: _copy_of(value) for key, value in _unowned(of).items()} for of in (group, vars(other))
-        )
-        after, numbers = [], []
+        vars(other).update(of_all)
+        after, kept = [], [_kept(other, group)]
         for _ in range(_PROBED):
             tensor.grad = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
             take_step(optimizer, other)
-            state = copy.deepcopy(dict(other.state[tensor]))
-            after.append((tensor.detach().clone(), state))
-            numbers.append({key: _copy_of(value) for key, value in _unowned(group).items()})
-        for key, value in _unowned(vars(other)).items():
-            if not _same(attributes.get(key), value):
-                raise _refused(optimizer, f"its step changes its attribute {key!r}; expected changes of state alone")
+            form = copy.deepcopy(dict(other.state[tensor]))
+            after.append((tensor.detach().clone(), _leaves(form)))
+            kept.append(_kept(other, group))
         there = {}
-        for key in _unowned(group):
-            values: list[Any] = [options.get(key), *(one.get(key) for one in numbers)]
+        for key in kept[-1]:
+            values: list[Any] = [one.get(key) for one in kept]
             if key not in changing and all(_same(values[0], one) for one in values[1:]):
                 continue
             if values[0] is None and _counts([0, *values[1:]]):
                 values[0] = values[1] - 1
-            if key == "lr" or not all(map(_is_number, values)):
-                raise _refused(
-                    optimizer,
-                    f"its step changes the option {key!r} of its parameter group; expected changes of state and of "
-                    "numbers alone",
-                )
-            there[_OF_GROUP + key] = values[0]
+            if key == _OF_GROUP + "lr" or not all(map(_is_number, values[values[0] is None :])):
+                raise _changes(optimizer, key)
+            if values[0] is not None:
+                there[key] = values[0]
             for (_, state), one in zip(after, values[1:], strict=True):
-                state[_OF_GROUP + key] = one
-        begun = {key: value for key, value in other.state[tensor].begun.items() if value is not None}
+                state[key] = one
+        begun = _leaves(other.state[tensor].begun)
         for key, value in begun.items():
             counted = [state.get(key) for _, state in after]
             if _is_number(value) and value == counted[0] and _counts([0, *counted]):
                 # `state.get(key, 0) + 1` was put there.
                 begun[key] = value - 1
-        return cls(begun | there, after)
+        return cls(begun | there, after, form)
+
+
+def _kept(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], copied: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
+    """Return copies of the options of a group and of the optimizer's attributes."""
+    options = {_OF_GROUP + key: value for key, value in _unowned(group).items()}
+    attributes = {_OF_ALL + key: value for key, value in _attributes(optimizer).items()}
+    return {key: (copied or _copy_of)(value) for key, value in (options | attributes).items()}
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes of an optimizer, and the numbers that it has of its class, until a step changes them."""
+    numbers = {
+        key: value for one in reversed(type(optimizer).__mro__) for key, value in vars(one).items() if _is_number(value)
+    }
+    return numbers | _unowned(vars(optimizer))
+
+
+def _copy_but_tensor(value: Any) -> Any:
+    return value if isinstance(value, Tensor) else _copy_of(value)
+
+
+def _changes(optimizer: torch.optim.Optimizer, key: str) -> ExportError:
+    return _refused(optimizer, f"its step {_told_of_change(key)}")
+
+
+def _told_of_change(key: str, when: str = "") -> str:
+    """Say that a step changes an option of a group or an attribute."""
+    if key.startswith(_OF_ALL):
+        return (
+            f"changes its attribute {key.removeprefix(_OF_ALL)!r}{when}; expected changes of state alone, or of numbers"
+        )
+    return (
+        f"changes the option {key.removeprefix(_OF_GROUP)!r} of its parameter group{when}; expected changes of "
+        f"{'' if when else 'state and of '}numbers alone"
+    )
+
+
+def _own_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return the state of a parameter, with its lists and dictionaries."""
+    return {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
 
 
 class _Watched(dict[str, Any]):
@@ -436,12 +600,24 @@ class _CannotTraceError(Exception):
     """The code of a step does something that no graph can."""
 
 
-class _ChangesNumberError(Exception):
-    """A step changes an option of a parameter group, a number, which the first steps did not."""
+class _NumberError(Exception):
+    """Numbers turn out to be others than the first steps let expect.
 
-    def __init__(self, index: int, option: str) -> None:
-        super().__init__(option)
-        self.index, self.option = index, option
+    Args:
+        found: the group, and the name of the number.
+    """
+
+    def __init__(self, *found: tuple[int, str]) -> None:
+        super().__init__(found)
+        self.found = found
+
+
+class _ChangesNumberError(_NumberError):
+    """A step changes options of a parameter group, or attributes, which the first steps did not."""
+
+
+class _NoCounterError(_NumberError):
+    """States are no numbers of steps: they begin elsewhere than others, or do not always grow by 1."""
 
 
 _OF_DATA = {func: traced_functions.INSTEAD[func] for func in (Tensor.data.__get__, Tensor.data.__set__)}  # type: ignore[attr-defined]
@@ -492,14 +668,12 @@ class _Numbers(TorchFunctionMode):
             # torch.export makes a part of the program of each.
             return None
         if name == "__bool__":
-            asked = len(self.conditions)
-            self.conditions.append((args[0] != 0).reshape(()))
-            if asked == _PATHS:
-                raise _CannotTraceError("asks again and again whether something holds")
-            return self._answers[asked] if asked < len(self._answers) else True
+            return self._answer(args[0] != 0)
         if name == "item":
             value = args[0].reshape(())
             return self.number(value.to(torch.float64, copy=True) if value.is_floating_point() else value.clone())
+        if name == "__deepcopy__":
+            return args[0] if id(args[0]) in self._numbers else args[0].clone()
         if name.startswith(_OF_LISTS):
             return self._of_lists(name.removeprefix(_OF_LISTS), args, kwargs)
         if name in _CONVERSIONS:
@@ -512,6 +686,12 @@ class _Numbers(TorchFunctionMode):
             # Numbers alone: Python's are of 64 bits.
             if len(of_numbers) == len(tensors) and plain in _IN_PLACE:
                 func = _IN_PLACE[plain]
+            if len(of_numbers) == len(tensors) and plain in _OF_BITS and any(map(torch.is_floating_point, tensors)):
+                # Whole numbers of Python's are float64 here.
+                return self.number(_OF_BITS[plain](*args))
+            divisor = args[_DIVISORS[plain]] if plain in _DIVISORS else None
+            if isinstance(divisor, Tensor) and _expects_division_by_zero() and self._answer(divisor == 0):
+                raise ZeroDivisionError
             if _is_arithmetic(plain):
                 args = tuple(map(_wide, args))
             if plain in _SCALED and (plain == "lerp" or _SCALED[plain] in kwargs):
@@ -539,6 +719,14 @@ class _Numbers(TorchFunctionMode):
             args, kwargs = tuple(map(narrowed, args)), {key: narrowed(one) for key, one in kwargs.items()}
         return func(*args, **kwargs)
 
+    def _answer(self, condition: Tensor) -> bool:
+        """Tell whether something holds, in the present trace."""
+        asked = len(self.conditions)
+        self.conditions.append(condition.reshape(()))
+        if asked == _PATHS:
+            raise _CannotTraceError("asks again and again whether something holds")
+        return self._answers[asked] if asked < len(self._answers) else True
+
     def _of_lists(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function of lists of tensors on one tensor after another."""
         function, plain = getattr(Tensor, name), name.strip("_")
@@ -552,14 +740,27 @@ class _Numbers(TorchFunctionMode):
         return None if name.endswith("_") else results
 
 
+def _expects_division_by_zero() -> bool:
+    """Whether the code of the step that is running names Python's error, to catch it."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _Trace._run.__code__:
+        if "ZeroDivisionError" in frame.f_code.co_names and explaining.is_users(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _wide(one: Any) -> Any:
     """Return a number that is no whole one as a tensor of 64 bits: as a constant it would be translated in 32."""
     return torch.tensor(one, dtype=torch.float64) if type(one) is float else one
 
 
-def _scaled(plain: str, args: Any, kwargs: Mapping[str, Any], in_place: bool) -> Any:
+def _scaled(plain: str, args: Sequence[Any], kwargs: Mapping[str, Any], in_place: bool) -> Any:
     """Compute what takes a number beside its tensors, which may be a tensor of shape ()."""
-    first, second, *rest = args
+    # Python passes them by place or by name.
+    first, second, *rest = (*args, *(kwargs[key] for key in ("end", "other", "tensor1") if key in kwargs))
+    if not isinstance(second, Tensor):
+        second = torch.full((), second, dtype=first.dtype, device=first.device)
     rest += [kwargs[key] for key in ("weight", "tensor2") if key in kwargs]
     dtype = first.dtype if in_place else torch.promote_types(first.dtype, second.dtype)
     second = second.to(dtype)
@@ -614,6 +815,34 @@ _IN_PLACE: dict[str, Any] = {
     "ifloordiv": Tensor.floor_divide,
 }
 """What Python computes by statements such as `x += 1` -> the same as an expression."""
+
+
+def _by_bits(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    def of_whole(*numbers: Any) -> Tensor:
+        return function(*(one.long() if isinstance(one, Tensor) else one for one in numbers)).double()
+
+    return of_whole
+
+
+_OF_BITS: dict[str, Callable[..., Tensor]] = {
+    "invert": lambda number: -number - 1,
+    "bitwise_not": lambda number: -number - 1,
+    "lshift": lambda number, by: number * 2.0**by,
+    "rshift": lambda number, by: torch.floor(number * 2.0**-by),
+    "rlshift": lambda by, number: number * 2.0**by,
+    "rrshift": lambda by, number: torch.floor(number * 2.0**-by),
+    "and": _by_bits(torch.bitwise_and),
+    "or": _by_bits(torch.bitwise_or),
+    "xor": _by_bits(torch.bitwise_xor),
+}
+_OF_BITS |= {f"bitwise_{name}": _OF_BITS[name] for name in ("and", "or", "xor")}
+_OF_BITS |= {f"i{name}": _OF_BITS[name] for name in ("and", "or", "xor", "lshift", "rshift")}
+"""What Python computes with the bits of whole numbers."""
+_DIVISORS = {
+    **dict.fromkeys("truediv div true_divide itruediv idiv floordiv floor_divide mod remainder".split(), 1),
+    **dict.fromkeys("rtruediv rdiv rfloordiv rmod".split(), 0),
+}
+"""What divides -> the place of the divisor."""
 _ARITHMETIC = frozenset(
     "add sub mul div truediv true_divide pow mod remainder floordiv floor_divide maximum minimum "
     "lt le gt ge eq ne less greater".split()
@@ -638,20 +867,26 @@ _TYPES = {
 }
 _AS_IF_RUN = {"is_compiling": lambda: False, "is_exporting": lambda: False}
 """What code that asks whether it is traced gets to hear."""
-_OF_MATH = "sqrt pow exp expm1 log log1p log2 log10 floor ceil sin cos tanh".split()
+_OF_MATH = (
+    "sqrt pow exp expm1 log1p log2 log10 floor ceil trunc fmod copysign hypot isnan isinf isfinite sin cos tan "
+    "sinh cosh tanh"
+).split()
 
 
 @contextlib.contextmanager
 def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Give a module other attributes for a while."""
-    before = {name: getattr(owner, name) for name in attributes}
+    before = {name: getattr(owner, name) for name in attributes if hasattr(owner, name)}
     try:
         for name, value in attributes.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in attributes:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
 
 
 def _of_tensors() -> dict[str, Any]:
@@ -667,7 +902,26 @@ def _of_tensors() -> dict[str, Any]:
 
         return function
 
-    return {name: taking(getattr(math, name), getattr(torch, name)) for name in _OF_MATH}
+    def logarithm(x: Tensor, base: Tensor | None = None) -> Tensor:
+        return torch.log(x) if base is None else torch.log(x) / torch.log(base)
+
+    functions: dict[str, Any] = {name: getattr(torch, name) for name in _OF_MATH}
+    functions.update(log=logarithm, fabs=torch.abs)
+    return {name: taking(getattr(math, name), function) for name, function in functions.items()}
+
+
+def _rounded(number: Tensor, digits: int | None = None) -> Tensor:
+    if digits:
+        raise _CannotTraceError("takes round() to some digits of its state, its gradient or the rate")
+    return torch.round(number)
+
+
+_AS_NUMBERS: dict[str, Any] = {
+    "__divmod__": lambda number, other: (number // other, number % other),
+    "__rdivmod__": lambda number, other: (other // number, other % number),
+    "__round__": _rounded,
+}
+"""What Python asks of numbers that tensors do not have."""
 
 
 class _Steps(nn.Module):
@@ -743,16 +997,25 @@ class _Trace:
     state: Sequence[Tensor]
 
     def merged(self) -> list[Tensor]:
-        """Return the parameter after a step, its state and its counters, whatever the code's questions are answered."""
+        """Return the parameter after a step, its state and its counters, whatever the code's questions are answered.
+
+        Where the code raises an error, the parameter is NaN.
+        """
         later = self._explored([], is_first=False, left=[_PATHS])
+        if isinstance(later, Exception):
+            raise later
         if not self.kind.first_differs:
             return later
         begin = next((float(self.kind.begin[key]) for key in self.kind.counters if key in self.kind.begin), 0.0)
         first = self._explored([], is_first=True, left=[_PATHS])
+        if isinstance(first, Exception):
+            raise first
         changed = 1 + len(self.kind.states)
-        return [*_chosen(self.count == begin, first[:changed], later[:changed]), *later[changed:]]
+        chosen = _chosen(self.count == begin, first[:changed], later[:changed])
+        assert not isinstance(chosen, Exception)
+        return [*chosen, *later[changed:]]
 
-    def _explored(self, answers: list[bool], *, is_first: bool, left: list[int]) -> list[Tensor]:
+    def _explored(self, answers: list[bool], *, is_first: bool, left: list[int]) -> list[Tensor] | Exception:
         left[0] -= 1
         if left[0] < 0:
             raise _CannotTraceError(f"asks for more than {_PATHS} combinations of answers whether something holds")
@@ -762,10 +1025,14 @@ class _Trace:
             results = _chosen(conditions[index], results, self._explored(asked, is_first=is_first, left=left))
         return results
 
-    def _run(self, answers: Sequence[bool], is_first: bool) -> tuple[list[Tensor], list[Tensor]]:
+    def _run(self, answers: Sequence[bool], is_first: bool) -> tuple[list[Tensor] | Exception, list[Tensor]]:
         kind = self.kind
         # torch.export itself takes functions of `math` for those that it knows.
-        with _Numbers(answers) as python, _replaced(math, _of_tensors()), _replaced(Tensor, python.of_keys()):
+        with (
+            _Numbers(answers) as python,
+            _replaced(math, _of_tensors()),
+            _replaced(Tensor, python.of_keys() | _AS_NUMBERS),
+        ):
             given = {key: self.count.clone() for key in kind.counters}
             given |= {key: one.clone() for key, one in zip(kind.states, self.state, strict=True)}
             state = {key: python.number(one) if key in kind.numbers else one for key, one in given.items()}
@@ -775,35 +1042,37 @@ class _Trace:
             tensor = self.parameter.clone()
             tensor.grad = self.gradient.clone()
             rates = {kind.index: python.number(self.rate.clone())}
-            own, of_group = divided(state)
-            other = twin(self.optimizer, {kind.index: [tensor]}, {tensor: own}, rates)
-            numbers = {place: python.number(one.clone()) for place, one in self.options.items()}
+            own, of_group, of_all = _divided(state)
+            other = twin(self.optimizer, {kind.index: [tensor]}, {}, rates)
+            form = _filled(kind.forms[0 if is_first else 1], own)
+            if form:
+                other.state[tensor] = form
+            inputs = _joined({place: python.number(one.clone()) for place, one in self.options.items()})
             group = other.param_groups[kind.index]
-            group.update(_joined(numbers) | of_group)
-            before = dict(group)
-            attributes = {key: _copy_of(value) for key, value in _unowned(vars(other)).items()}
-            other.step()
-            after = dict(other.state[tensor])
-        for key, value in _unowned(vars(other)).items():
-            if not _same(value, attributes.get(key)):
-                raise _CannotTraceError(
-                    f"changes its attribute {key!r} in later steps; expected changes of state alone"
-                )
-        for key, value in group.items():
-            if _OF_GROUP + key in given:
-                after[_OF_GROUP + key] = value
-            elif key != "params" and not _same(value, before.get(key)):
-                if key != "lr" and (key, None) not in self.options and _is_number(before.get(key)):
-                    raise _ChangesNumberError(kind.index, key)
-                raise _CannotTraceError(
-                    f"changes the option {key!r} of its parameter group in later steps; expected changes of numbers "
-                    "alone"
-                )
+            group.update(inputs | of_group)
+            vars(other).update(of_all)
+            before = _kept(other, group, copied=_copy_but_tensor)
+            try:
+                other.step()
+            except Exception as error:
+                is_users = isinstance(error, ZeroDivisionError) or explaining.is_raised_by_user(error)
+                if not python.conditions or not is_users:
+                    raise
+                return error, python.conditions
+            after = _leaves(other.state[tensor])
+        fixed = {_OF_GROUP + key for key in ("lr", *inputs)}
+        for key, value in _kept(other, group, copied=_copy_but_tensor).items():
+            if key in given:
+                after[key] = value
+            elif not _same(value, before.get(key)):
+                if key not in fixed and _is_number(before.get(key)):
+                    raise _ChangesNumberError((kind.index, key))
+                raise _CannotTraceError(_told_of_change(key, " in later steps"))
         known = {*kind.counters, *kind.states, *kind.constants}
         for key, value in after.items():
             if key not in known or (key in kind.constants and not _same(value, kind.constants[key])):
                 raise _CannotTraceError(f"changes the state {key!r} in later steps only; expected it in the first ones")
-        results = [tensor]
+        results: list[Tensor] = [tensor]
         for key in (*kind.states, *kind.counters):
             like = given[key]
             value = after[key]
@@ -811,11 +1080,21 @@ class _Trace:
                 value = torch.full((), value, dtype=like.dtype, device=like.device)
             if value.shape != like.shape:
                 raise _CannotTraceError(f"changes the shape of the state {key!r}; expected the same in all steps")
+            if key in kind.rounded:
+                value = value.to(torch.bfloat16)
             results.append(value.to(like.dtype))
         return results, python.conditions
 
 
-def _chosen(condition: Tensor, results: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+def _chosen(
+    condition: Tensor, results: Sequence[Tensor] | Exception, others: Sequence[Tensor] | Exception
+) -> list[Tensor] | Exception:
+    """Return results where a condition holds and others where it does not; NaN for the first where that is an error."""
+    if isinstance(results, Exception):
+        return results if isinstance(others, Exception) else _chosen(~condition, others, results)
+    if isinstance(others, Exception):
+        first, *rest = results
+        return [torch.where(condition, first, first.new_full((), math.nan)), *rest]
     return [torch.where(condition, one, other) for one, other in zip(results, others, strict=True)]
 
 
@@ -830,7 +1109,7 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], run_time: S
     try:
         with torch.no_grad(), quiet(), _replaced(torch.compiler, _AS_IF_RUN):
             program = torch.export.export(_Steps(optimizer, kinds, places), arguments, strict=False)
-    except _ChangesNumberError:
+    except _NumberError:
         raise
     except _CannotTraceError as error:
         raise _refused(optimizer, f"its step {error}") from error
@@ -841,7 +1120,7 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], run_time: S
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise _refused(optimizer, f"its step draws random numbers by {node.target}; expected none")
     program = tracing.decomposed(program, fuse=False, batch_norm=False, narrow=False, differentiates=False)
-    _require_counted(optimizer, program, kinds)
+    _require_counted(program, kinds)
     try:
         model = onnx_model.translate(program, None)
     except ExportError as error:
@@ -854,6 +1133,8 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], run_time: S
     inputs, outputs = iter(model.graph.inputs), iter(model.graph.outputs)
     count, rates = next(inputs), [next(inputs) for _ in groups]
     options = [[next(inputs) for _ in of_group] for of_group in places]
+    # The step of a parameter that is not new is the same whatever their number; with it, checkpoints fit.
+    is_new = any(kind.first_differs for kind in kinds)
     rules = []
     for kind in kinds:
         taken = [next(inputs) for _ in range(2 + len(kind.states))]
@@ -864,7 +1145,7 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], run_time: S
         rules.append(
             TracedRule(
                 states=_always(tuple(kind.states)),
-                counts_steps=_always(bool(kind.counters) or kind.first_differs),
+                counts_steps=_always(bool(kind.counters) or (kind.first_differs if is_new else kind.began_otherwise)),
                 update=update,
                 state_types={key: own for key, own in kind.states.items() if own != plain},
                 counters=kind.counters,
@@ -901,8 +1182,8 @@ def _always(value: Any) -> Callable[[Mapping[str, Any]], Any]:
     return lambda options: value
 
 
-def _require_counted(optimizer: torch.optim.Optimizer, program: ExportedProgram, kinds: Sequence[_Kind]) -> None:
-    """Refuse a step whose counters do not grow by 1 each time."""
+def _require_counted(program: ExportedProgram, kinds: Sequence[_Kind]) -> None:
+    """Raise `_NoCounterError` for a counter that does not grow by 1 each time."""
     signature = program.graph_signature
     constants = signature.inputs_to_lifted_tensor_constants
     count = next(node for node in program.graph.nodes if node.name == signature.user_inputs[0])
@@ -931,11 +1212,13 @@ def _require_counted(optimizer: torch.optim.Optimizer, program: ExportedProgram,
         first, second = map(original, node.args[:2])
         return (first is count and is_one(second)) or (second is count and is_one(first))
 
+    others: list[tuple[int, str]] = []
     for kind in kinds:
         results = [next(outputs) for _ in range(1 + len(kind.states) + len(kind.counters))]
-        for key, node in zip(kind.counters, results[1 + len(kind.states) :], strict=True):
-            if not counts(node):
-                raise _refused(optimizer, f"its step does not always add 1 to the state {key!r}; expected that it does")
+        named = zip(kind.counters, results[1 + len(kind.states) :], strict=True)
+        others += [(kind.index, key) for key, node in named if not counts(node)]
+    if others:
+        raise _NoCounterError(*others)
 
 
 def _require_traceable(optimizer: torch.optim.Optimizer) -> None:
@@ -975,18 +1258,25 @@ def _require_separate(
         own = {index: rate if index == kind.index else 2 * rate for index, rate in rates.items()}
         other = twin(optimizer, {kind.index: [one]}, {one: copy.deepcopy(states[like])}, own)
         _take_steps(optimizer, other)
-        alone[kind] = one.detach(), dict(other.state[one]), _unowned(other.param_groups[kind.index])
+        alone[kind] = one.detach(), dict(other.state[one]), _unowned(other.param_groups[kind.index]), _numbers(other)
     whole = twin(optimizer, _groups(optimizer, copies), states, rates)
     _take_steps(optimizer, whole)
     options = list(map(_unowned, whole.param_groups))
-    for kind, updated in alone.items():
+    for kind, (*updated, attributes) in alone.items():
+        for key, value in _numbers(whole).items():
+            if not _same(value, attributes.get(key)):
+                raise _refused(optimizer, f"its step {_told_of_change(_OF_ALL + key)} that each step changes once")
         like = copies[kind.like]
-        if not _same((like.detach(), dict(whole.state[like]), options[kind.index]), updated):
+        if not _same([like.detach(), dict(whole.state[like]), options[kind.index]], updated):
             raise _refused(
                 optimizer,
                 f"its step updates {names[id(kind.like)]!r} otherwise when it has other parameters besides; expected "
                 "updates of each parameter by itself",
             )
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in _attributes(optimizer).items() if _is_number(value)}
 
 
 def _take_steps(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
@@ -1029,6 +1319,42 @@ def _require_by_value(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
             )
 
 
+def _require_implementation(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that computes something else by another implementation than the one that is traced."""
+    chosen = {
+        f"{key}={group[key]}"
+        for group in optimizer.param_groups
+        for key, traced in _IMPLEMENTATION.items()
+        if key in group and group[key] is not traced
+    }
+    updated = []
+    for implementation in ({}, _IMPLEMENTATION) if chosen else ():
+        copies, states = _copies(optimizer)
+        wide = {one: one.detach().double().requires_grad_() for one in copies.values()}
+        states = {wide[one]: mapped(state, functools.partial(_widened, like=one)) for one, state in states.items()}
+        for one, other in wide.items():
+            other.grad = None if one.grad is None else one.grad.double()
+        groups = _groups(optimizer, {parameter: wide[one] for parameter, one in copies.items()})
+        twins = twin(optimizer, groups, states, _rates(optimizer), implementation)
+        try:
+            twins.step()
+        except Exception:
+            # What PyTorch itself cannot run, as on a CPU, cannot be compared.
+            return
+        updated.append([other.detach() for other in wide.values()])
+    for one, other in zip(*updated, strict=True):
+        if not torch.allclose(one, other, rtol=_OF_IMPLEMENTATION, atol=_OF_IMPLEMENTATION, equal_nan=True):
+            raise _refused(
+                optimizer,
+                f"its step computes something else with {' and '.join(sorted(chosen))} than with foreach=False, which "
+                "is traced; expected foreach=False in its parameter groups",
+            )
+
+
+def _widened(value: Any, like: Tensor) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.dtype == like.dtype else value
+
+
 def _copies(optimizer: torch.optim.Optimizer) -> tuple[dict[Tensor, Tensor], dict[Tensor, dict[str, Any]]]:
     """Return a copy of each parameter that is trained, with a random gradient, and the states of the copies."""
     generator = torch.Generator().manual_seed(0)
@@ -1038,7 +1364,7 @@ def _copies(optimizer: torch.optim.Optimizer) -> tuple[dict[Tensor, Tensor], dic
             if parameter.requires_grad:
                 one = copies[parameter] = parameter.detach().clone().requires_grad_()
                 one.grad = torch.randn(one.shape, generator=generator).to(one.device, one.dtype)
-                states[one] = copy.deepcopy(_held(optimizer, parameter))
+                states[one] = copy.deepcopy(_own_state(optimizer, parameter))
     return copies, states
 
 
@@ -1074,8 +1400,8 @@ def _refused(optimizer: torch.optim.Optimizer, text: str) -> ExportError:
 
 
 def _held(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return the state of a parameter that there is."""
-    return {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
+    """Return the state of a parameter that there is, one by one."""
+    return _leaves(optimizer.state.get(parameter, {}))
 
 
 def _unowned(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -1084,10 +1410,13 @@ def _unowned(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _signature(state: Mapping[str, Any]) -> Any:
     """Return what decides how a parameter with a state is updated, beside its tensors and counters."""
-    return tuple(
-        (key, _type(value) if isinstance(value, Tensor) else repr(value) if not _is_number(value) else type(value))
-        for key, value in sorted(state.items())
-    )
+
+    def told(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.dtype, value.shape
+        return type(value) if _is_number(value) else repr(value)
+
+    return tuple((key, told(value)) for key, value in sorted(state.items(), key=lambda item: str(item[0])))
 
 
 def _counts(values: Sequence[Any]) -> bool:
@@ -1153,7 +1482,10 @@ def _same(one: Any, other: Any, compared: frozenset[tuple[int, int]] = frozenset
 
 
 def _array(value: Any) -> Any:
-    return to_numpy(value) if isinstance(value, Tensor) else to_numpy(torch.tensor(value, dtype=torch.float64))
+    """Return a tensor or number as an array of numpy, which has no bfloat16."""
+    if not isinstance(value, Tensor):
+        return to_numpy(torch.tensor(value, dtype=torch.float64))
+    return to_numpy(value.float() if value.dtype == torch.bfloat16 else value)
 
 
 def _type(value: Any) -> StateType:

@@ -38,7 +38,7 @@ from gradfuse.models.memory import give_back
 from gradfuse.models.spilling import Shelf
 from gradfuse.training import optimizers
 from gradfuse.training.hyperparameters import LEARNING_RATE
-from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, STEP, UPDATED_SUFFIX
+from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, MICRO_STEP, STEP, UPDATED_SUFFIX
 
 _NARROW = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
 
@@ -579,9 +579,9 @@ def compare_update(
     }
     gradients.clear()
     feeds = truth.values() | state | {name + GRADIENT_SUFFIX: array for name, array in given.items()}
-    if optimizers.MICRO_STEP in feeds:
+    if MICRO_STEP in feeds:
         # The call that makes the update.
-        feeds[optimizers.MICRO_STEP] = np.array(described.accumulate - 1, dtype=np.int64)
+        feeds[MICRO_STEP] = np.array(described.accumulate - 1, dtype=np.int64)
     # The factor by which the model's gradients exceed those that the optimizer gets in PyTorch.
     scale = float(state.get(optimizers.LOSS_SCALE, described.accumulate))
     tensors = {name: to_tensor(array) for name, array in given.items()}
@@ -732,7 +732,7 @@ class _LaterUpdates:
             return value.detach().to(dtype if value.dtype == parameter.dtype else value.dtype, copy=True).cpu()
 
         self._parameter = taken(parameter)
-        state = {key: taken(value) for key, value in optimizer.state.get(parameter, {}).items()}
+        state = traced_optimizer.mapped(optimizer.state.get(parameter, {}), taken)
         self._twin = traced_optimizer.twin(
             optimizer, {index: [self._parameter]}, {self._parameter: state}, {index: rate}
         )
@@ -742,9 +742,8 @@ class _LaterUpdates:
     def skip(self, counters: Collection[str], updates: int) -> None:
         """Raise the optimizer's count of updates."""
         state = traced_optimizer.state_of(self._twin, self._index, self._parameter)
-        own, of_group = traced_optimizer.divided({key: state[key] + updates for key in counters})
-        self._twin.state[self._parameter].update(own)
-        self._twin.param_groups[self._index].update(of_group)
+        later = {key: state[key] + updates for key in counters}
+        traced_optimizer.set_state(self._twin, self._index, self._parameter, later)
 
     def take_step(self, gradient: Tensor) -> None:
         wide = gradient.to(self._parameter.dtype)
@@ -840,7 +839,7 @@ class _Updates:
                     value = value.reshape(-1)[part]
                 return value.detach().to(dtype if value.dtype == parameter.dtype else value.dtype, copy=True).cpu()
 
-            copy, state = taken(parameter), {key: taken(value) for key, value in held.items()}
+            copy, state = taken(parameter), traced_optimizer.mapped(held, taken)
             copy.grad = self._gradient(name, part).reshape(copy.shape)
             twin = traced_optimizer.twin(optimizer, {index: [copy]}, {copy: state}, {index: rate})
             if dtype == torch.float64 and type(optimizer) in _IN_ONE_PASS:

@@ -24,12 +24,18 @@ from gradfuse.models.arrays import Arrays
 from gradfuse.training.hyperparameters import BETAS, HYPERPARAMETERS, LEARNING_RATE, MAX_GRAD_NORM, name_of
 from gradfuse.training.nodes import GraphTensor, Nodes
 from gradfuse.training.rules import RULES, FusedUpdate, Rule, Slot, StateType, adam_8bit, decayed
-from gradfuse.training.step import AVERAGE, GRADIENT_SUFFIX, N_AVERAGED, STEP, UPDATED_SUFFIX
+from gradfuse.training.step import (
+    AVERAGE,
+    GRADIENT_SUFFIX,
+    GROWTH_TRACKER,
+    MICRO_STEP,
+    N_AVERAGED,
+    STEP,
+    UPDATED_SUFFIX,
+)
 
-MICRO_STEP = "micro_step"
 ACCUMULATED_GRADIENT = "accumulated_grad"
 LOSS_SCALE = "loss_scale"
-GROWTH_TRACKER = "growth_tracker"
 _FUSED_TYPES = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _DECAY = "weight_decay"
 

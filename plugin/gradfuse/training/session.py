@@ -43,6 +43,7 @@ from gradfuse.training.nesting import flat, leaves_of_call
 from gradfuse.training.sharing import Shared, Sides, require_common, shareable
 from gradfuse.training.step import (
     AVERAGE,
+    COUNTS,
     GRADIENT_SUFFIX,
     LOSS,
     N_AVERAGED,
@@ -1076,7 +1077,7 @@ class TrainingSession:
         require_shapes(where, {shown: array}, {shown: known})
         if name in self._step.hyperparameters:
             require_values(self._held_by(name), array, f"{where}: {shown!r} is {array}")
-        elif name in self._optimizer_state and array.dtype == np.int64 and array < 0:
+        elif name in self._optimizer_state and name in map(self._step.own_name, COUNTS) and array < 0:
             raise ArgumentError(f"{where}: {shown!r} is {array}; expected a count from 0 on")
         return array
 

@@ -17,8 +17,8 @@ from gradfuse.errors import ModelError
 from gradfuse.models.arrays import Arrays
 from gradfuse.training.in_place import read_by
 from gradfuse.training.names import aside
-from gradfuse.training.optimizers import ACCUMULATED_GRADIENT, MICRO_STEP
-from gradfuse.training.step import GRADIENT_SUFFIX, UPDATED_SUFFIX, TrainingStep
+from gradfuse.training.optimizers import ACCUMULATED_GRADIENT
+from gradfuse.training.step import GRADIENT_SUFFIX, MICRO_STEP, UPDATED_SUFFIX, TrainingStep
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,6 +41,10 @@ UPDATED_SUFFIX = ".updated"
 STEP = "step"
 AVERAGE = "average"
 N_AVERAGED = "n_averaged"
+MICRO_STEP = "micro_step"
+GROWTH_TRACKER = "growth_tracker"
+COUNTS = (STEP, N_AVERAGED, MICRO_STEP, GROWTH_TRACKER)
+"""What counts calls and updates, from 0 on."""
 DROPOUT_SEED = "dropout_seed"
 METADATA_KEY = "gradfuse.training_step"
 
