@@ -603,6 +603,47 @@ def test_a_learning_rate_may_be_a_tensor() -> None:
     assert TrainingSession(export_training_step(module, F.cross_entropy, data[0], optimizer)).learning_rate == 0.25
 
 
+class Checks(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if torch.isnan(g).any():
+            raise ValueError("a gradient is NaN")
+        state["sign"] = state["sign"] * 0.5 + g.sign() if "sign" in state else g.sign()
+        p.sub_(state["sign"].nan_to_num() * group["lr"])
+
+
+def test_where_a_step_raises_an_error_the_parameter_is_nan() -> None:
+    module, (x, y) = nn.Linear(4, 3), batches(1, 3)[0]
+    session = TrainingSession(
+        export_training_step(module, F.cross_entropy, (x, y), Checks(module.parameters()), evaluation=False)
+    )
+    session.step(x, y)
+    assert all(np.isfinite(array).all() for array in session.state_dict().values())
+    session.step(x * math.nan, y)
+    assert all(np.isnan(array).all() for array in session.state_dict().values())
+
+
+def test_checkpoints_fit_exports_from_before_and_after_the_first_step(tmp_path: Any) -> None:
+    module, data = nn.Linear(4, 3), batches(3, 3)
+    after = copy.deepcopy(module)
+    optimizer = Checks(after.parameters())
+    F.cross_entropy(after(data[0][0]), data[0][1]).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    fresh, begun = (
+        TrainingSession(export_training_step(one, F.cross_entropy, data[0], own, evaluation=False))
+        for one, own in ((module, Checks(module.parameters())), (after, optimizer))
+    )
+    begun.save(tmp_path / "begun.safetensors")
+    fresh.load(tmp_path / "begun.safetensors")
+    for session, other in ((fresh, begun), (begun, fresh)):
+        session.step(*data[1])
+        session.save(tmp_path / "state.safetensors")
+        other.load(tmp_path / "state.safetensors")
+        session.step(*data[2])
+        other.step(*data[2])
+        for name, array in session.state_dict().items():
+            np.testing.assert_array_equal(array, other.state_dict()[name])
+
+
 class OfScale(Own):
     """Keeps a number for each parameter that no step changes."""
 
