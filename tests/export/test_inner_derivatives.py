@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from like_torch import assert_like_torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradfuse import TrainingSession, export_training_step
@@ -176,6 +176,34 @@ def sampled(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         (gradient,) = torch.autograd.grad(net(x).sum(), x)
         x = x - 0.1 * gradient + 0.01 * torch.randn_like(x)
     return net(x.detach()), net(x).mean()
+
+
+class Ensemble(nn.Module):
+    """Networks whose parameters are stacked, as by `torch.func.stack_module_state`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = [network(3, 1, nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(2)]
+        stacked, _ = stack_module_state(made)  # type: ignore[arg-type]
+        self.names = list(stacked)
+        self.stacked = nn.ParameterList([nn.Parameter(one.detach()) for one in stacked.values()])
+        self.one = [copy.deepcopy(made[0]).to("meta")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        def called(*parameters: Tensor) -> Tensor:
+            named = dict(zip(self.names, parameters, strict=True))
+            result: Tensor = functional_call(self.one[0], named, (x,))
+            return result
+
+        return vmap(called)(*self.stacked).mean(0)
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 3)])
+def test_ensembles_by_vmap(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = Ensemble()
+    batch = (torch.randn(ITEMS, *shape),), (torch.randn(ITEMS, *shape[:-1], 1),)
+    assert_trains_as_pytorch(module, F.mse_loss, batch)
 
 
 def heat_by_grad(net: nn.Module, points: Tensor) -> tuple[Tensor, Tensor]:

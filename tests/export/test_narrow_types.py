@@ -448,6 +448,35 @@ def test_steps_in_bfloat16_by_a_session_follow_those_of_autocast() -> None:
     assert losses[-1] < losses[0] - 0.1
 
 
+def likelihood(output: Tensor, target: Tensor) -> Tensor:
+    return F.nll_loss(output.log_softmax(-1), target)
+
+
+def gathered(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    scores = output.log_softmax(-1)
+    return -scores.gather(1, target.unsqueeze(1)).mean(), {"scores": scores}
+
+
+@pytest.mark.parametrize("loss", [likelihood, gathered])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_losses_and_outputs_in_bfloat16_come_in_float32(loss: Callable[..., Any], fuse: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(6, 5)
+    x, y = torch.randn(4, 6), torch.arange(4)
+    session = TrainingSession(export_training_step(module, loss, (x, y), autocast=torch.bfloat16, fuse=fuse))
+    wanted = []
+    for dtype in (torch.float32, torch.float64):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            value = loss(deepcopy(module).to(dtype)(x.to(dtype)), y)
+        value, outputs = value if isinstance(value, tuple) else (value, {})
+        wanted.append([one.detach().to(dtype).numpy() for one in (value, *outputs.values())])
+    got = [np.float32(session.step(x.numpy(), y.numpy()))]
+    got += session.outputs.values() if loss is gathered else []
+    for own, native, exact in zip(got, *wanted, strict=True):
+        terms = 2.0**-8 / np.finfo(np.float32).eps * np.abs(exact).max()
+        assert_gradients_close(np.asarray(own), native, exact, np.float32, terms=terms)
+
+
 def test_gradients_of_convolutions_in_bfloat16_are_accumulated_and_clipped() -> None:
     torch.manual_seed(0)
     module = Pictures()

@@ -10,7 +10,6 @@ an argument has one. This module imports torch.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradfuse import _torch_private as private
 from gradfuse.export import standins
+from gradfuse.export.in_vmap import normalised, scaled
 from gradfuse.export.reporting import refusal
 
 aten = torch.ops.aten
@@ -274,54 +274,7 @@ def _batch_norm(
         for running, now in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
             still = standins.STOP_GRADIENT(now.detach()).reshape(-1).to(running.dtype)
             running.mul_(1.0 - momentum).add_(still * momentum)
-    return _scaled(centred * torch.rsqrt(variance + eps), weight, bias, shape).to(input.dtype)
-
-
-def _normalised(x: Tensor, axes: list[int], eps: float) -> Tensor:
-    centred = x - x.mean(axes, keepdim=True)
-    return centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + eps)
-
-
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
-    """Multiply by a weight and add a bias, if they are there, as vectors of a shape."""
-    if weight is not None:
-        x = x * weight.reshape(shape)
-    return x if bias is None else x + bias.reshape(shape)
-
-
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Normalise within `vmap`, whose own rule takes known sizes alone; so do the next two."""
-    if not private.is_wrapped(input):
-        return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
-    axes = list(range(-len(normalized_shape), 0))
-    result = _normalised(input, axes, eps)
-    if weight is not None:
-        result = result * weight
-    return result if bias is None else result + bias
-
-
-def _group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    if not private.is_wrapped(input):
-        return F.group_norm(input, num_groups, weight, bias, eps)
-    groups = input.reshape([input.shape[0], num_groups, -1])
-    result = _normalised(groups, [-1], eps).reshape(input.shape)
-    return _scaled(result, weight, bias, [-1 if axis == 1 else 1 for axis in range(input.dim())])
-
-
-def _gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    if not private.is_wrapped(input):
-        return F.gelu(input, approximate=approximate)
-    if approximate == "none":
-        return 0.5 * input * (1.0 + torch.erf(input * math.sqrt(0.5)))
-    return 0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * input**3)))
+    return scaled(centred * torch.rsqrt(variance + eps), weight, bias, shape).to(input.dtype)
 
 
 def _instance_norm(
@@ -339,15 +292,12 @@ def _instance_norm(
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     x = input.float() if input.dtype in _NARROW else input
     axes = list(range(2, input.dim()))
-    return _scaled(_normalised(x, axes, eps), weight, bias, [1, -1, *[1 for _ in axes]]).to(input.dtype)
+    return scaled(normalised(x, axes, eps), weight, bias, [1, -1, *[1 for _ in axes]]).to(input.dtype)
 
 
 _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
-    F.layer_norm: _layer_norm,
-    F.group_norm: _group_norm,
-    F.gelu: _gelu,
 }
 
 FUNCTIONS = (_Stopped,)

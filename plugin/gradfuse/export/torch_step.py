@@ -419,6 +419,8 @@ class TorchStep:
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() == 1:
             # PyTorch takes gradients of it as of a scalar.
             value = value.reshape(())
+        if self.is_bfloat16_on_cpu:
+            value, outputs = _widened(value), {name: _widened(one) for name, one in outputs.items()}
         after = {name: self.places[name][0].tensor() for name in self.buffers}
         if DROPOUT_SEED in after:
             after[DROPOUT_SEED] = after[DROPOUT_SEED] + 1
@@ -590,6 +592,11 @@ class TorchStep:
                 self.apply(state, self.inputs, self.targets)
         place: str = since.place
         return place
+
+
+def _widened(given: Any) -> Any:
+    """Return a tensor in bfloat16, which numpy does not have, in float32, and anything else as it is."""
+    return given.float() if isinstance(given, torch.Tensor) and given.dtype == torch.bfloat16 else given
 
 
 def own_loss(output: Any) -> Any:

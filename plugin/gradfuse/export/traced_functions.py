@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradfuse import _torch_private as private
+from gradfuse.export import in_vmap
 from gradfuse.export.reporting import refusal
 
 _NEAREST, _BICUBIC = 1, 2
@@ -202,6 +203,13 @@ def _of_classes(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return loss(input, target.long() if target.dtype == torch.uint8 else target, *args, **kwargs)
 
     return of_classes
+
+
+def nll_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute in float32 under autocast, as what PyTorch calls within the traced operator does."""
+    if torch.is_autocast_enabled(input.device.type) and input.dtype in (torch.bfloat16, torch.float16):
+        input = input.float()
+    return _of_classes(F.nll_loss)(input, target, *args, **kwargs)
 
 
 def _transposed(convolve: Callable[..., Tensor], axes: int) -> Callable[..., Tensor]:
@@ -488,7 +496,9 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch.linspace: linspace,
     F.embedding_bag: embedding_bag,
     F.gaussian_nll_loss: gaussian_nll_loss,
-    **{loss: _of_classes(loss) for loss in (F.cross_entropy, F.nll_loss)},
+    **in_vmap.INSTEAD,
+    F.cross_entropy: _of_classes(F.cross_entropy),
+    F.nll_loss: nll_loss,
     F.conv_transpose1d: _transposed(F.conv_transpose1d, 1),
     F.conv_transpose2d: _transposed(F.conv_transpose2d, 2),
     F.conv_transpose3d: _transposed(F.conv_transpose3d, 3),
