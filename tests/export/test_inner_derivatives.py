@@ -184,7 +184,7 @@ class Ensemble(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         made = [network(3, 1, nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(2)]
-        stacked, _ = stack_module_state(made)  # type: ignore[arg-type]
+        stacked, _ = stack_module_state(made)
         self.names = list(stacked)
         self.stacked = nn.ParameterList([nn.Parameter(one.detach()) for one in stacked.values()])
         self.one = [copy.deepcopy(made[0]).to("meta")]

@@ -470,8 +470,9 @@ def test_losses_and_outputs_in_bfloat16_come_in_float32(loss: Callable[..., Any]
             value = loss(deepcopy(module).to(dtype)(x.to(dtype)), y)
         value, outputs = value if isinstance(value, tuple) else (value, {})
         wanted.append([one.detach().to(dtype).numpy() for one in (value, *outputs.values())])
-    got = [np.float32(session.step(x.numpy(), y.numpy()))]
-    got += session.outputs.values() if loss is gathered else []
+    got: list[Any] = [np.float32(session.step(x.numpy(), y.numpy()))]
+    if loss is gathered:
+        got += session.outputs.values()
     for own, native, exact in zip(got, *wanted, strict=True):
         terms = 2.0**-8 / np.finfo(np.float32).eps * np.abs(exact).max()
         assert_gradients_close(np.asarray(own), native, exact, np.float32, terms=terms)
