@@ -911,6 +911,13 @@ def expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
 
 
+def follows_from_values(size: Any) -> bool:
+    """Tell whether a size depends on the numbers in tensors, as the count of what a mask selects does."""
+    if not isinstance(size, torch.SymInt):
+        return False
+    return any(size.node.shape_env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols)
+
+
 def may_be_zero(size: Any) -> bool:
     """Tell whether tracing has assumed nothing of a size that would not hold if what is found were nothing."""
     if not isinstance(size, torch.SymInt):

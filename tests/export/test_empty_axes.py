@@ -243,3 +243,28 @@ def test_evaluation_of_no_boxes_gives_what_torch_gives_or_an_error() -> None:
         else:
             with pytest.raises((ModelError, ArgumentError), match=EXPECTED):
                 session.evaluate((image, boxes))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, mask: h[mask].square().mean() + h[mask].mean(1).sum(),
+        lambda h, mask: h.sum() + (h[mask].gather(1, (h[mask] > 0).sum(-1, keepdim=True) % 5)).sum(-1).sum(0),
+    ],
+)
+def test_what_a_mask_selects_may_be_nothing(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class Selecting(nn.Linear):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return function(super().forward(x), mask)
+
+    torch.manual_seed(0)
+    module, x = Selecting(4, 5), torch.randn(3, 4)
+    batch = ((x, torch.tensor([True, False, True])), None)
+    session = TrainingSession(export_training_step(module, None, batch, torch.optim.SGD(module.parameters(), lr=0.1)))
+    nothing = torch.zeros(3, dtype=torch.bool)
+    loss = module(x, nothing)
+    loss.backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    assert_near(*(np.nan_to_num(np.array(one), nan=1e9) for one in (session.step((x, nothing)), loss.item())))
+    for name, value in session.state_dict().items():
+        assert_near(value, module.state_dict()[name].numpy())

@@ -179,8 +179,36 @@ def _of_matrices(h: Tensor) -> Tensor:
     return result
 
 
+def _by_masks(h: Tensor) -> Tensor:
+    columns, rows = h[0].detach() > 0.0, h[:, 0].detach() > 0.0
+    h = h.clone()
+    h[:, columns] *= 0.5
+    h[None, :, columns] = h[:, columns].flip(0)
+    h[rows, h.argmax(1)[rows]] = 2.0
+    matrices = h.view(-1, 4, 4).clone()
+    matrices[..., 1, columns[:4]] = h[:, :1]
+    matrices[:, columns.view(4, 4)] += h[:, 1:2]
+    return torch.cat([matrices.flatten(1), h[rows.byte()].sum(0).expand_as(h)], 1)
+
+
+def _by_ranges(h: Tensor) -> Tensor:
+    n = h.shape[0]
+    chosen = torch.zeros_like(h)
+    chosen[range(n), h.argmax(1)] = 1.0
+    return h * chosen + h[range(n), h.argmin(1)].unsqueeze(1) / h.new_tensor([n, len(h) + 1]).sum()
+
+
+def _by_arrays(h: Tensor) -> Tensor:
+    places = torch.from_numpy(np.arange(h.shape[0])).unsqueeze(1)
+    shares = np.linspace(0, 1, h.shape[0])
+    return h * places + torch.tensor(shares, dtype=torch.float).unsqueeze(1)
+
+
 FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
+    _by_masks,
     _numbered,
+    _by_arrays,
+    _by_ranges,
     _similar,
     lambda h: torch.cdist(h, h[:2].detach() + 1.0) @ h[:2],
     lambda h: torch.take_along_dim(h, h.argmax(1, keepdim=True), 1) * h,
@@ -357,7 +385,12 @@ def around_centres(offsets: Tensor) -> Tensor:
     return 2 * (centres + torch.tanh(offsets) / 5) - 1
 
 
-@pytest.mark.parametrize("place, padding", [(clamped, "reflection"), (around_centres, "border")])
+def turned(offsets: Tensor) -> Tensor:
+    turns = torch.tanh(offsets.mean((1, 2))).repeat_interleave(3, 1).view(-1, 2, 3) / 2 + 0.1
+    return F.affine_grid(turns, [len(turns), 1, *offsets.shape[1:3]], align_corners=True)
+
+
+@pytest.mark.parametrize("place, padding", [(clamped, "reflection"), (around_centres, "border"), (turned, "zeros")])
 def test_pictures_of_any_size_are_sampled_at_places_that_follow_from_it(
     place: Callable[[Tensor], Tensor], padding: str
 ) -> None:

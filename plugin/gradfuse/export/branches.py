@@ -41,7 +41,7 @@ from gradfuse.export.selections import CannotSelectError, Decisions, Found, Sele
 from gradfuse.export.sizes_in_tensors import SizesInTensors
 from gradfuse.export.sparse_matrices import SparseProducts
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
-from gradfuse.export.traced_functions import INSTEAD
+from gradfuse.export.traced_functions import INSTEAD, indexed, is_mask
 from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.training.step import DROPOUT_SEED
 
@@ -66,6 +66,7 @@ _KEEPS = frozenset(
 """Functions whose results are of the kind of their arguments."""
 
 _ASKS = (torch.Tensor.__bool__, torch.Tensor.item)
+_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _SELECTS = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
 
 _TRIALS = 6
@@ -387,17 +388,31 @@ class _Decided(TorchFunctionMode):
         if self._products.takes(func, args, kwargs or {}):
             return self._products.called(func, args, kwargs or {})
         func = INSTEAD.get(func, func)
-        result = self._fixed.called(self._sizes.called, func, args, kwargs or {})
-        if func in _SELECTS and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-            # With the mask itself, so that no other gets its id; written into, it is another one.
-            key = id(args[1]), args[1]._version
-            _, count = self._selected.setdefault(key, (args[1], result.shape[0]))
-            if count is not result.shape[0]:
-                private.assume(result.shape[0] == count)
+        result = self._fixed.called(self._called, func, args, kwargs or {})
+        if func in _SELECTS and len(args) == 2 and is_mask(args[1]):
+            self._count(args[1], result.shape[0])
         if place in self._branches.found and isinstance(result, Tensor) and not self._decisions.open:
             private.assume(result.shape[0] > 0)
             self._branches.assumed.add(place)
         return result
+
+    def _called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if function in _INDEXED:
+            args = indexed(args, self._positions)
+        return self._sizes.called(function, args, kwargs)
+
+    def _positions(self, mask: Tensor) -> tuple[Tensor, ...]:
+        """Return where a mask is true, as an index of each of its axes."""
+        found = mask.nonzero()
+        self._count(mask, found.shape[0])
+        return found.unbind(1)
+
+    def _count(self, mask: Tensor, count: Any) -> None:
+        """Note how many elements a mask selects."""
+        # With the mask itself, so that no other gets its id; written into, it is another one.
+        _, known = self._selected.setdefault((id(mask), mask._version), (mask, count))
+        if known is not count:
+            private.assume(count == known)
 
 
 class _Observed(TorchFunctionMode):

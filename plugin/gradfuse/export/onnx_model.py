@@ -43,6 +43,7 @@ from gradfuse.export.translation import always_chosen, grid_sampler_3d, onnx_tra
 from gradfuse.models import reading
 from gradfuse.models.arrays import to_numpy
 from gradfuse.models.memory import collection_paused
+from gradfuse.models.reductions import count_axes_from_the_first
 from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes.report import Report
@@ -102,6 +103,7 @@ def translate(program: ExportedProgram, step: TorchStep | None) -> ir.Model:
         raise refusal("torch.onnx.export gives no model")
     model: ir.Model = exported.model
     _take_exact_numbers(model)
+    count_axes_from_the_first(model)
     return model
 
 

@@ -23,6 +23,7 @@ from gradfuse import _torch_private as private
 from gradfuse.export import explaining, rewriting
 from gradfuse.export.selections import CannotSelectError, around, functions_of, is_within
 from gradfuse.export.torch_step import TorchStep
+from gradfuse.export.traced_functions import Range
 
 _Result = TypeVar("_Result")
 
@@ -119,6 +120,9 @@ class _Numbers:
         """Call a function, or what takes sizes in its place."""
         if function in _OF_ONE and len(args) == 1 and isinstance(args[0], Tensor):
             args = (args[0].item(),)
+        if function is torch.from_numpy and isinstance(args[0], Tensor):
+            # See `_arange`.
+            return args[0]
         depends = any(map(_depends, (*args, *kwargs.values())))
         instead = _INSTEAD.get(function) if depends and isinstance(function, Hashable) else None
         if instead is not None:
@@ -142,7 +146,7 @@ def _listed(value: Any) -> Any:
 def _depends(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_depends, value))
-    return isinstance(value, _Repeated) or private.is_symbolic(value)
+    return isinstance(value, (_Repeated, Range)) or private.is_symbolic(value)
 
 
 def _int(value: Any) -> Any:
@@ -203,6 +207,8 @@ def _of(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
 
 def _tensor(values: Any, **settings: Any) -> Tensor:
     """Make a tensor of a list."""
+    if isinstance(values, Range):
+        return values.places().to(**settings)
     if not isinstance(values, _Repeated):
         return torch.tensor(values, **settings)
     one = torch.tensor(values.element, **settings)
@@ -214,11 +220,30 @@ def _of_type(dtype: torch.dtype | None) -> Callable[..., Tensor]:
 
     def make(*values: Any) -> Tensor:
         wanted = dtype or torch.get_default_dtype()
-        if len(values) == 1 and isinstance(values[0], (list, tuple, _Repeated)):
+        if len(values) == 1 and isinstance(values[0], (list, tuple, Range, _Repeated)):
             return _tensor(values[0], dtype=wanted)
         return torch.empty(values, dtype=wanted)
 
     return make
+
+
+def _range(*bounds: Any) -> Any:
+    return Range(*bounds) if len(bounds) == 1 else range(*bounds)
+
+
+def _arange(*bounds: Any, **settings: Any) -> Any:
+    """Return numpy's numbers as a tensor, if they are of its default types."""
+    if settings:
+        return np.arange(*bounds, **settings)
+    whole = all(isinstance(one, (int, torch.SymInt)) for one in bounds)
+    return torch.arange(*bounds, dtype=torch.int64 if whole else torch.float64)
+
+
+def _linspace(start: Any, stop: Any, num: Any = 50, **settings: Any) -> Any:
+    """Likewise."""
+    if settings:
+        return np.linspace(start, stop, num, **settings)
+    return torch.linspace(start, stop, num, dtype=torch.float64)
 
 
 def _cat(tensors: Any, dim: int = 0) -> Tensor:
@@ -297,6 +322,9 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((math.atan2, np.arctan2), _of_two(torch.atan2)),
     **dict.fromkeys((math.fmod, np.fmod), _of_two(torch.fmod)),
     **dict.fromkeys((math.hypot, np.hypot), _of_two(_hypotenuse)),
+    range: _range,
+    np.arange: _arange,
+    np.linspace: _linspace,
     torch.tensor: _tensor,
     torch.Tensor: _of_type(None),
     torch.FloatTensor: _of_type(torch.float32),
@@ -307,7 +335,7 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch.stack: _stack,
 }
 
-_NAMES = frozenset(one.__name__ for one in (*_OF_ONE, *_INSTEAD)) | {"around", "round"}
+_NAMES = frozenset(one.__name__ for one in (*_OF_ONE, *_INSTEAD)) | {"around", "round", "from_numpy"}
 """The last names of the functions whose calls are rewritten."""
 
 _LINE = re.compile(rf"\b({'|'.join(sorted(_NAMES))})\(")

@@ -38,6 +38,10 @@ class SizesInTensors:
         if function is torch.as_tensor and isinstance(args[0], (list, tuple)):
             # Of a sequence, it takes symbolic numbers for constants.
             function = torch.tensor
+        if function is torch.Tensor.new_tensor and _given(args[1]) is not None:
+            # So does this.
+            like, args = args[0], args[1:]
+            function, kwargs = torch.tensor, {"dtype": like.dtype, "device": like.device, **kwargs}
         if function is torch.Tensor.tolist and (numbers := self._numbers(args[0])) is not None:
             return numbers.tolist()
         result = function(*args, **kwargs)

@@ -5,7 +5,8 @@ They are replaced at their calls, because a traced program would lose their mean
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,9 +65,10 @@ def grid_sampler(input: Tensor, grid: Tensor, mode: int, padding: int, align_cor
 
 def affine_grid(theta: Tensor, size: Sequence[int], align_corners: Any = None) -> Tensor:
     """Return where pixels come from, by places that are PyTorch's own to the last digit where sizes are known."""
-    if len(size) != _AXES_OF_PICTURES or not all(isinstance(one, int) for one in size[2:]):
+    if len(size) != _AXES_OF_PICTURES:
         return F.affine_grid(theta, size, align_corners)  # type: ignore[arg-type]
-    with private.untraced():
+    known = all(isinstance(one, int) for one in size[2:])
+    with private.untraced() if known else contextlib.nullcontext():
         columns, rows = (_centres(one, theta.dtype, bool(align_corners)) for one in (size[3], size[2]))
         y, x = torch.meshgrid(rows, columns, indexing="ij")
         places = torch.stack([x, y, torch.ones_like(x)], -1).view(-1, 3)
@@ -74,11 +76,15 @@ def affine_grid(theta: Tensor, size: Sequence[int], align_corners: Any = None) -
     return grid.view(-1, *size[2:], 2)
 
 
-def _centres(count: int, dtype: torch.dtype, align_corners: bool) -> Tensor:
-    if count <= 1:
+def _centres(count: Any, dtype: torch.dtype, align_corners: bool) -> Tensor:
+    if isinstance(count, int) and count <= 1:
         return torch.zeros(count, dtype=dtype)
-    corners = torch.linspace(-1, 1, count, dtype=dtype)
-    return corners if align_corners else corners * (count - 1) / count
+    corners = linspace(-1, 1, count, dtype=dtype)
+    if not align_corners:
+        return corners * (count - 1) / count
+    # A single place is in the middle.
+    centres: Tensor = corners if isinstance(count, int) else corners * torch.sym_min(count - 1, 1)  # type: ignore[no-untyped-call]
+    return centres
 
 
 def _place(coordinate: Tensor, size: Any, padding: int, align_corners: bool) -> Tensor:
@@ -473,6 +479,63 @@ def least_squares(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: s
     found = solution.squeeze(-1) if is_vector else solution
     kinds: Any = torch.return_types
     return kinds.linalg_lstsq((found, residuals, none.to(torch.int64), none))
+
+
+class Range:
+    """`range(count)` of a size: as an index, as many places; a loop over it makes a constant of the size.
+
+    It is no sequence, as torch would read its elements.
+    """
+
+    def __init__(self, count: Any) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._count))
+
+    def __reversed__(self) -> Iterator[int]:
+        return reversed(range(self._count))
+
+    def places(self) -> Tensor:
+        return torch.arange(self._count)
+
+
+def is_mask(index: Any) -> bool:
+    """Whether an index selects where it is true; PyTorch still takes bytes for truth values."""
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
+
+
+def indexed(args: tuple[Any, ...], positions: Callable[[Tensor], Sequence[Tensor]]) -> tuple[Any, ...]:
+    """Return the arguments of `__getitem__` or `__setitem__` with indices as torch.export and torch.onnx take them.
+
+    Beside other indices in tensors a mask becomes its `positions`. A value is set where a mask of the first axes is
+    true, in a view that begins with its axes.
+    """
+    tensor, index, *values = args
+    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = [one.places() if isinstance(one, Range) else one for one in parts]
+    masks = [place for place, one in enumerate(parts) if is_mask(one)]
+    if not masks:
+        return tensor, tuple(parts) if isinstance(index, tuple) else parts[0], *values
+    for place in masks:
+        parts[place] = parts[place].bool()
+    if any(isinstance(one, (Tensor, list)) for place, one in enumerate(parts) if place != masks[0]):
+        found = [positions(index[place]) if place in masks else (one,) for place, one in enumerate(parts)]
+        return tensor, tuple(one for several in found for one in several), *values
+    (place,), axes = masks, parts[masks[0]].dim()
+    if not values or place == 0:
+        return tensor, tuple(parts) if isinstance(index, tuple) else parts[0], *values
+    mask, parts[place : place + 1] = parts[place], [slice(None)] * axes
+    view = tensor[tuple(parts)]
+    ahead, behind = (
+        [one for one in side if not isinstance(one, (int, torch.SymInt))] for side in (parts[:place], parts[place:])
+    )
+    first = view.dim() - len(behind) if ... in ahead else len(ahead)
+    rest = view.dim() - first - axes
+    (value,) = values
+    if isinstance(value, Tensor) and value.dim() > rest:
+        value = value[(None,) * (first + 1 + rest - value.dim())].movedim(first, 0)
+    return view.movedim([*range(first, first + axes)], [*range(axes)]), mask, value
 
 
 def _of_each(name: str) -> Callable[..., None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.min.dim: functools.partial(of_first, aten.argmin.default),
         aten.amax.default: functools.partial(of_all_axes, aten.amax.default),
         aten.amin.default: functools.partial(of_all_axes, aten.amin.default),
+        aten.mean.default: mean,
+        aten.mean.dim: mean,
         aten.empty_permuted.default: backward.empty_permuted,
         aten.copy.default: backward.copy,
         aten.split_with_sizes.default: split_with_sizes,
@@ -94,6 +97,17 @@ def of_all_axes(overload: Any, self: Tensor, dim: Sequence[int] = (), keepdim: b
     if dim:
         return NotImplemented
     return overload(self, range(self.dim()), keepdim) if self.dim() else self.clone()
+
+
+def mean(
+    self: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """aten::mean of what values select, by its sum: onnxruntime's mean of nothing is 0."""
+    axes = [axis % self.dim() for axis in dim or range(self.dim())] if self.dim() else []
+    count = math.prod(self.shape[axis] for axis in axes)
+    if not private.follows_from_values(count):
+        return NotImplemented
+    return self.sum(axes, keepdim, dtype=dtype) / count
 
 
 def of_first(find: Any, self: Tensor, dim: int, keepdim: bool = False) -> Any:
