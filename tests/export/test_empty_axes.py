@@ -253,12 +253,16 @@ def test_evaluation_of_no_boxes_gives_what_torch_gives_or_an_error() -> None:
     ],
 )
 def test_what_a_mask_selects_may_be_nothing(function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    class Selecting(nn.Linear):
+    class Selecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 5)
+
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return function(super().forward(x), mask)
+            return function(self.layer(x), mask)
 
     torch.manual_seed(0)
-    module, x = Selecting(4, 5), torch.randn(3, 4)
+    module, x = Selecting(), torch.randn(3, 4)
     batch = ((x, torch.tensor([True, False, True])), None)
     session = TrainingSession(export_training_step(module, None, batch, torch.optim.SGD(module.parameters(), lr=0.1)))
     nothing = torch.zeros(3, dtype=torch.bool)

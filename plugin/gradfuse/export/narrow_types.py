@@ -492,8 +492,6 @@ def _compute_wider(graph: ir.Graph, node: ir.Node, narrow: ir.DataType, wide: ir
         if value.dtype == narrow:
             value.dtype = wide
             cast = _cast(value, narrow)
-            if value.is_graph_output():
-                cast.outputs[0].name, value.name = value.name, None
             graph.insert_after(node, cast)
             if value.is_graph_output():
                 cast.outputs[0].name, value.name = value.name, f"{value.name}/{wide.name.lower()}"

@@ -81,10 +81,11 @@ def _centres(count: Any, dtype: torch.dtype, align_corners: bool) -> Tensor:
         return torch.zeros(count, dtype=dtype)
     corners = linspace(-1, 1, count, dtype=dtype)
     if not align_corners:
-        return corners * (count - 1) / count
-    # A single place is in the middle.
-    centres: Tensor = corners if isinstance(count, int) else corners * torch.sym_min(count - 1, 1)  # type: ignore[no-untyped-call]
-    return centres
+        corners = corners * (count - 1) / count
+    elif not isinstance(count, int):
+        # A single place is in the middle.
+        corners = corners * torch.sym_min(count - 1, 1)  # type: ignore[no-untyped-call]
+    return corners
 
 
 def _place(coordinate: Tensor, size: Any, padding: int, align_corners: bool) -> Tensor:

@@ -6,6 +6,7 @@ numpy has bfloat16 from ml_dtypes. onnxruntime takes its bits as integers, and g
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,8 +69,9 @@ def array_of(value: Any) -> npt.NDArray[Any]:
     import ml_dtypes
 
     shape = value.shape()
-    bits = (ctypes.c_uint16 * int(np.prod(shape))).from_address(value.data_ptr())
-    return np.frombuffer(bits, np.uint16).view(ml_dtypes.bfloat16).reshape(shape)
+    bits = (ctypes.c_uint16 * math.prod(shape)).from_address(value.data_ptr())
+    array: npt.NDArray[Any] = np.ctypeslib.as_array(bits).view(ml_dtypes.bfloat16)
+    return array.reshape(shape)
 
 
 def write(value: Any, array: npt.NDArray[Any]) -> None:

@@ -840,9 +840,10 @@ class TrainingSession:
         return binding
 
     def _allocate(self, name: str, tensor: TensorType, device: tuple[str, int]) -> Any:
-        if not all(isinstance(size, int) for size in tensor.shape):
+        shape = [size for size in tensor.shape if isinstance(size, int)]
+        if len(shape) < len(tensor.shape):
             raise ModelError(f"{_WHO}: {name!r} is {tensor} in the model of the step; expected sizes that are known")
-        return ort_values.allocate(self._new_value, tensor.shape, tensor.dtype, device, f"{_WHO}: {name!r}")
+        return ort_values.allocate(self._new_value, shape, tensor.dtype, device, f"{_WHO}: {name!r}")
 
     def _assign(self, arrays: Mapping[str, npt.NDArray[Any]], steps_before: int | None = None) -> None:
         """Set values, and how many steps were done before those of this session if that is given."""
