@@ -30,6 +30,9 @@ CPP_EXT = Path(__file__).resolve().parents[1]
 BUILD = CPP_EXT.parent / "build" / "device"
 VARIANTS = ("cuda", "cuda-ort", "simt", "simt-sanitized", "simt-ort", "thread-sanitized")
 REPLACED = ("devices.cc", "cuda_gpu.cc")  # by sources of tests/simt
+_STANDARD = (
+    "algorithm cmath cstdint cstring functional limits memory mutex optional string type_traits utility vector".split()
+)
 SANITIZERS = {
     "simt-sanitized": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread-sanitized": ["-fsanitize=thread"],
@@ -62,7 +65,8 @@ def build(variant: str, arch: str = "native") -> Path:
             if old.is_dir():
                 shutil.rmtree(old)
         library.parent.mkdir(parents=True)
-        _link(variant, command, [_compile(command, source, library.parent) for source in sources], library)
+        compiling = _with_standard_headers(command, library.parent)
+        _link(variant, command, [_compile(compiling, source, library.parent) for source in sources], library)
     return library
 
 
@@ -163,6 +167,17 @@ def _digest(sources: list[Path], command: list[str]) -> str:
     for path in [*sources, *headers]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _with_standard_headers(command: list[str], folder: Path) -> list[str]:
+    """Return a command that compiles with the headers that most sources read, once for all: that takes a quarter."""
+    if Path(command[0]).name == "nvcc":
+        return command
+    header = folder / "standard.h"
+    header.write_text("".join(f"#include <{name}>\n" for name in _STANDARD), encoding="utf-8")
+    # clang reads the header itself.
+    _run([*command, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    return [*command, "-include", str(header)]
 
 
 def _compile(command: list[str], source: Path, folder: Path) -> Path:

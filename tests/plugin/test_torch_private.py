@@ -922,6 +922,21 @@ def test_may_be_zero() -> None:
         assert found == {"a": True, "b": False, "c": True, "d": True, "number": True}
 
 
+def test_follows_from_values() -> None:
+    found: list[bool] = []
+
+    class Chosen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.where(x > 2)[0]
+            found[:] = map(private.follows_from_values, (rows.shape[0], 2 * rows.shape[0] + 1, x.shape[0], 3))
+            return x[rows]
+
+    with needed("ShapeEnv.is_unbacked_symint", "tell the mean of what a mask selects, which may be nothing"):
+        dims = {0: torch.export.Dim.DYNAMIC}
+        torch.export.export(Chosen(), (torch.arange(6.0),), dynamic_shapes=(dims,), strict=False)
+        assert found == [True, True, False, False]
+
+
 def test_remember_item() -> None:
     with needed("FakeTensor.item_memo", "follow sizes that are computed by tensors"):
 
