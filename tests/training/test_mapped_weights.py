@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -107,3 +109,46 @@ def test_evaluation_takes_no_weights_of_another_step(model: Path, tmp_path: Path
     ):
         with pytest.raises(ModelError, match=r"step\.onnx.* has changed since"):
             use()
+
+
+_GROWTH = """
+import sys
+import numpy as np
+import gradfuse
+
+def resident():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+
+if sys.argv[2] == "freed":
+    arrays = [np.ones(2**21) for _ in range(40)]
+    del arrays
+before = resident()
+session = gradfuse.TrainingSession(sys.argv[1])
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_session_takes_no_more_memory_after_a_model_was_freed(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    proto = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 20]>
+        net (float[N, 1024] x) => (float[N, 1024] y) {
+            h = MatMul(x, a)
+            i = MatMul(h, b)
+            j = MatMul(i, c)
+            y = MatMul(j, d)
+        }
+    """)
+    weights = {name: rng.standard_normal((1024, 1024)).astype(np.float32) for name in "abcd"}
+    proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
+    path = tmp_path / "step.onnx"
+    build_training_step(proto, "mse", optimizer=optimizers.AdamW(lr=0.01)).save(path)
+
+    def growth(kind: str) -> int:
+        run = [sys.executable, "-c", _GROWTH, str(path), kind]
+        return int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+
+    # In KiB: a weight takes 4,096.
+    assert growth("freed") < growth("fresh") + 4096

@@ -40,7 +40,7 @@ def arrays_mapped() -> Iterator[None]:
     """Give each large array pages of its own, which go back to the system when it is freed.
 
     glibc has them in its heap up to 32 MiB, once one of that size was freed: there they leave gaps, which may take a
-    fifth of the memory of a model that just fits.
+    fifth of the memory of a model that just fits, or twice a session's weights if a model was freed before it is made.
     """
     mallopt = _of_c("mallopt")
     if mallopt is not None:

@@ -23,7 +23,7 @@ from gradfuse import deferred, library
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError, listed
 from gradfuse.models import files, ort_values, tensor_files
 from gradfuse.models.arrays import Arrays
-from gradfuse.models.memory import collection_paused, give_back
+from gradfuse.models.memory import arrays_mapped, collection_paused, give_back
 from gradfuse.models.plain_reading import PlainModel, with_values
 from gradfuse.runtime import find_files_in, import_onnxruntime, is_of_onnxruntime, reason, session_of, session_options
 from gradfuse.training import checkpoints
@@ -113,6 +113,7 @@ class TrainingSession:
 
     """
 
+    @arrays_mapped()
     def __init__(
         self,
         step: TrainingStep | str | os.PathLike[str],
