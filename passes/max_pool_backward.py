@@ -91,7 +91,7 @@ def _compares_maxima(site: Site, node: ir.Node) -> bool:
             if source is None or not site.knows(source):
                 break
             repeated = _viewed(site, source)[-1]
-        x = None if made is None or made.domain else made.inputs[0]
+        x = None if made is None or made.domain or not made.inputs else made.inputs[0]
         if made is None or x is None or made.op_type not in ("MaxPool", "ReduceMax") or not site.knows(x):
             continue
         whole = _viewed(site, x)[-1]

@@ -283,3 +283,15 @@ def test_what_is_spread_over_functions_is_found_as_fuse_finds_it() -> None:
         return leaf.grad
 
     assert_gradients_close(result, by_torch(torch.float32), by_torch(torch.float64), torch.float32)
+
+
+def test_a_comparison_with_a_constant_is_none_with_maxima() -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 20]>
+        net (float[2, 3] x) => (float[2, 3] y) {
+            number = Constant<value_float = 1.0>()
+            same = Equal(x, number)
+            y = Where(same, number, x)
+        }
+    """)
+    assert not explain(model).regions
