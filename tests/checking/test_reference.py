@@ -406,6 +406,19 @@ def test_products_of_transposed_matrices(transposes_a: int) -> None:
     np.testing.assert_array_equal(doubled, 2 * b.T)
 
 
+def test_a_transposed_matrix_that_is_asked_for_is_returned() -> None:
+    model = ir.from_proto(
+        onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 20]>
+        net (double[3, 5] a, double[4, 5] b) => (double[3, 4] y) { t = Transpose<perm=[1, 0]>(b)  y = Gemm(a, t) }
+    """)
+    )
+    a, b = np.ones((3, 5)), np.arange(20.0).reshape(4, 5)
+    results = ReferenceSession(model, "model", ["t", "y"]).run({"a": a, "b": b})
+    np.testing.assert_array_equal(results["t"], b.T)
+    np.testing.assert_array_equal(results["y"], a @ b.T)
+
+
 def test_objects_that_are_older_than_an_export_of_much_are_collected_after_it() -> None:
     # The suite has frozen what it has made so far, as a user may.
     frozen = gc.get_freeze_count()

@@ -85,7 +85,7 @@ class ReferenceSession:
             for name, value in model.graph.initializers.items()
             if value.const_value is not None
         }
-        _transpose_in_products(copy.graph)
+        _transpose_in_products(copy.graph, self._outputs)
         _make_views_late(copy.graph)
         self._parts = _parts(copy, self._outputs)
         self._reads: dict[str, list[int]] = {}
@@ -470,7 +470,7 @@ def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
         yield nodes
 
 
-def _transpose_in_products(graph: ir.Graph) -> None:
+def _transpose_in_products(graph: ir.Graph, returned: Collection[str]) -> None:
     """Let Gemm read the matrices that nodes transpose for it: it packs them anyway, and no copy is made."""
     for node in list(graph):
         if node.op_type != "Gemm" or node.domain:
@@ -485,7 +485,7 @@ def _transpose_in_products(graph: ir.Graph) -> None:
                 continue
             node.replace_input_with(index, maker.inputs[0])
             node.attributes.add(ir.AttrInt64(attribute, 1 - node.attributes.get_int(attribute, 0)))
-            if not made.uses() and not made.is_graph_output():
+            if not made.uses() and not made.is_graph_output() and made.name not in returned:
                 graph.remove(maker, safe=True)
 
 

@@ -23,7 +23,7 @@ from gradfuse import deferred, library
 from gradfuse.errors import ArgumentError, GradfuseError, ModelError, listed
 from gradfuse.models import files, ort_values, tensor_files
 from gradfuse.models.arrays import Arrays
-from gradfuse.models.memory import arrays_mapped, collection_paused, give_back
+from gradfuse.models.memory import arrays_mapped, collection_paused
 from gradfuse.models.plain_reading import PlainModel, with_values
 from gradfuse.runtime import find_files_in, import_onnxruntime, is_of_onnxruntime, reason, session_of, session_options
 from gradfuse.training import checkpoints
@@ -231,7 +231,6 @@ class TrainingSession:
         self._begin_with(values, kept, given, kept.keys() - named)
         if share_with is not None:
             self._share(share_with, given)
-        give_back()
 
     def _begin_with(
         self, values: Arrays, kept: Collection[str], given: Collection[str], reset: Collection[str]
