@@ -10,6 +10,7 @@ From before the session, or the module, is made to the peak of a few steps; "run
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
 
 STEPS = 4
@@ -44,7 +45,10 @@ def of_step(options: argparse.Namespace) -> float:
     gradfuse.register(settings)
     with np.load(options.arrays) as stored:
         inputs, targets = (tuple(stored[name] for name in stored.files if name[0] == part) for part in "01")
-    make = gradfuse.TrainingSession  # Its modules are loaded here.
+    make = gradfuse.TrainingSession
+    # What making a session imports, where onnx is installed: PyTorch's modules do not count either.
+    for name in ("gradfuse.models.reading", "gradfuse.training.in_place"):
+        importlib.import_module(name)
     start = resident("VmRSS")
     session = make(options.file, session_options=settings if options.no_arena else None)
     if options.kind == "run":
