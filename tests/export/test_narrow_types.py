@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from training_models import autograd, run
 
 from gradfuse import TrainingSession, export_training_step
-from gradfuse.export.narrow_types import widen_bfloat16
 from gradfuse.testing import assert_gradients_close
+from gradfuse.training.narrow_types import widen_bfloat16
 
 DYNAMIC = ({0: "batch"},), ({0: "batch"},)
 

@@ -51,7 +51,7 @@ from gradfuse.models.scalars import real, whole
 from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
 from gradfuse.optimizers import averaging, described, loss_scaling
 from gradfuse.passes.recompute import parse_budget
-from gradfuse.training import batch_checks, names, optimizers
+from gradfuse.training import batch_checks, names, narrow_types, optimizers
 from gradfuse.training.budget import within_budget
 from gradfuse.training.rules import StateType
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX, TrainingStep
@@ -522,6 +522,11 @@ def _built(
         check_gradients(work, evaluation, values, {**buffers, **held, **scaled}, None if check is True else check)
     if description is not None:
         optimizers.append(work, description, {*batch, *targets}, fuse=fuse)
+    for part in (work, evaluation):
+        if narrow_types.has_bfloat16(part):
+            narrow_types.widen_bfloat16(part, fuse=fuse)
+            if fuse:
+                narrow_types.cast_by_vectors(part)
     batch_checks.append(work, checks, free_prefix(work.graph, "checks/")[:-1], size_checks=size_checks)
     step = TrainingStep(
         model=to_mapped_proto(work),
@@ -620,6 +625,7 @@ def _kept_outputs(graph: ir.Graph, extra: Mapping[str, ir.Value], loss: ir.Value
     every = {str(value.name) for value in values_of(graph)}
     results: list[ir.Value] = []
     for name, value in extra.items():
+        value = _without_bfloat16(graph, value)
         if value is loss or value in results or value.producer() is None:
             node = ir.node("Identity", [value], name=f"{name}.identity")
             node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
@@ -967,6 +973,7 @@ def _taken_out(graph: ir.Graph, changed: Iterable[str]) -> Arrays:
 
 def _loss_output(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """Return the loss under its name, of shape ()."""
+    value = _without_bfloat16(graph, value)
     if value.shape is None or len(value.shape):
         node = ir.node("Reshape", [value, _empty(graph)], name="loss/Reshape")
         node.outputs[0].type = value.type
@@ -975,6 +982,16 @@ def _loss_output(graph: ir.Graph, value: ir.Value) -> ir.Value:
         value.shape = ir.Shape([])
     value.name = LOSS
     return value
+
+
+def _without_bfloat16(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """Return an output in float32 if it is bfloat16, which numpy does not have."""
+    if value.dtype != ir.DataType.BFLOAT16:
+        return value
+    node = ir.node("Cast", [value], attributes={"to": ir.DataType.FLOAT}, name=f"{value.name}.cast")
+    node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), value.shape
+    graph.append(node)
+    return node.outputs[0]
 
 
 def _empty(graph: ir.Graph) -> ir.Value:

@@ -258,7 +258,6 @@ def _exported(
         checkpoints,
         comparing_sizes,
         indices,
-        narrow_types,
         onnx_model,
         steadiness,
         tracing,
@@ -271,7 +270,7 @@ def _exported(
     from gradfuse.export.torch_step import TRIED_SEED, FrozenChangedError, undisturbed
     from gradfuse.models.scatters import replace_scatter_nd
     from gradfuse.models.tensors import copy_model
-    from gradfuse.training import batch_checks
+    from gradfuse.training import batch_checks, narrow_types
     from gradfuse.training.names import finished
     from gradfuse.training.optimizers import LOSS_SCALE
     from gradfuse.training.step import GRADIENT_SUFFIX, TrainingStep
@@ -294,13 +293,14 @@ def _exported(
             step = step.with_frozen_inputs(native.changed)
         if native.dropouts:
             step, native = step.with_dropout_seed(), native.with_dropout_seed()
-        described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
         own = verifying.own_outputs(native)
         native = native.without_values()
         parts.begin("tracing")
         taken = branches.branches_of(step)
-        if taken.selections.codes:
+        if taken.computes_more(step):
             native = branches.run_both_sides(step, taken).without_values()
+        # Of what only some batches have a gradient of too.
+        described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
         with verifying.traced_as_run(step):
             program, returned = tracing.forward_program(
                 step, native, shapes, taken, sizes, python, fuse=fuse, evaluation=wants_evaluation

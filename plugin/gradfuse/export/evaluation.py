@@ -25,7 +25,6 @@ from gradfuse.export import (
     dropout,
     explaining,
     inner_derivatives,
-    narrow_types,
     onnx_model,
     pools,
     recurrences,
@@ -46,7 +45,7 @@ from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.export.verifying import Opened, Truth
 from gradfuse.models.arrays import Arrays, to_numpy
 from gradfuse.models.scatters import replace_scatter_nd
-from gradfuse.training import batch_checks
+from gradfuse.training import batch_checks, narrow_types
 from gradfuse.training.step import DROPOUT_SEED
 
 

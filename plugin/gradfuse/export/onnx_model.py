@@ -29,7 +29,6 @@ from gradfuse.export import (
     explaining,
     gradients,
     indices,
-    narrow_types,
     own_gradients,
     recurrences,
     standins,
@@ -47,7 +46,7 @@ from gradfuse.models.reductions import count_axes_from_the_first
 from gradfuse.models.scatters import reduces_by_scatter_nd, replace_scatter_nd
 from gradfuse.models.tensors import copy_model
 from gradfuse.passes.report import Report
-from gradfuse.training import optimizers
+from gradfuse.training import narrow_types, optimizers
 from gradfuse.training.step import GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
 OPSET = 20

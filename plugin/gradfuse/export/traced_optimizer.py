@@ -28,10 +28,11 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from gradfuse.errors import ExportError
-from gradfuse.export import explaining, narrow_types, onnx_model, traced_functions, tracing
+from gradfuse.export import explaining, onnx_model, traced_functions, tracing
 from gradfuse.export.reporting import WHO, quiet, refusal
 from gradfuse.export.simplifying import simplify
 from gradfuse.models.arrays import to_numpy
+from gradfuse.training import narrow_types
 from gradfuse.training.nodes import GraphTensor
 from gradfuse.training.optimizers import ACCUMULATED_GRADIENT
 from gradfuse.training.rules import Rule, Slot, StateType

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from gradfuse import custom_ops
 from gradfuse.custom_ops import functions
 from gradfuse.custom_ops.elementwise import MAX_RANK
-from gradfuse.models.inlining import captured_by
+from gradfuse.models.inlining import captured_by, values_of
 from gradfuse.passes.shapes import infer
 from gradfuse.training.step import LOSS
 
@@ -66,6 +66,11 @@ def compute_wider(model: ir.Model, *, narrow: bool) -> None:
             for integer in types & _INTEGERS.get(node.op_type, frozenset()):
                 assert integer is not None
                 _compute_wider(graph, node, integer, ir.DataType.INT32)
+
+
+def has_bfloat16(model: ir.Model) -> bool:
+    """Whether some value of a model is known to be bfloat16."""
+    return any(value.dtype == ir.DataType.BFLOAT16 for value in values_of(model.graph))
 
 
 def widen_bfloat16(model: ir.Model, *, fuse: bool) -> None:
@@ -268,7 +273,7 @@ def _round_in_convolution(node: ir.Node) -> None:
 def _give_wide(graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
     """Make a bfloat16 result of a node float32; what reads it in bfloat16 reads it rounded."""
     uses, is_output = list(value.uses()), value.is_graph_output()
-    value.dtype = _WIDE
+    value.type = ir.TensorType(_WIDE)
     for widening, index in uses:
         if widening.op_type == "Cast" and not widening.domain and widening.outputs[0].dtype == _WIDE and not is_output:
             _become(value, widening)
@@ -344,7 +349,8 @@ def _remove_unread(cast: ir.Node) -> None:
 def _round_in_products(graph: ir.Graph) -> None:
     """Let products round their factors themselves, where that takes less time than casts of their own.
 
-    A right factor that is cast for one product alone is rounded by that. A product of at least twice as many columns as
+    A right factor that is cast for one product alone is rounded by that, and a weight by each product: a copy in
+    bfloat16 would be there from the forward pass to the backward pass. A product of at least twice as many columns as
     the left factor has, as of a language model's head, is given in float32 if only such is read.
     """
     forward = _forward_pass(graph)
@@ -368,7 +374,7 @@ def _round_in_products(graph: ir.Graph) -> None:
                 assert value is not None
                 ir.convenience.replace_all_uses_with(cast.outputs[0], value)
                 graph.remove(cast, safe=True)
-        if right is not None and len(node.inputs[1].uses()) == 1:  # type: ignore[union-attr]
+        if right is not None and (right.producer() is None or len(node.inputs[1].uses()) == 1):  # type: ignore[union-attr]
             node.replace_input_with(1, right)
         elif not widenings:
             continue
@@ -402,7 +408,7 @@ def _viewed(value: ir.Value | None, views: Sequence[ir.Node], before: ir.Node) -
 
 def _widen_views(value: ir.Value) -> None:
     """Make a value float32, and all views of it."""
-    value.dtype = _WIDE
+    value.type = ir.TensorType(_WIDE)
     for node, index in value.uses():
         if _is_view(node, index):
             _widen_views(node.outputs[0])
@@ -490,7 +496,7 @@ def _compute_wider(graph: ir.Graph, node: ir.Node, narrow: ir.DataType, wide: ir
             node.attributes[name] = ir.AttrInt64(name, int(wide))
     for value in node.outputs:
         if value.dtype == narrow:
-            value.dtype = wide
+            value.type = ir.TensorType(wide)  # Others may have the same object.
             cast = _cast(value, narrow)
             graph.insert_after(node, cast)
             if value.is_graph_output():
