@@ -11,6 +11,7 @@
 #include <mutex>
 #include <new>
 
+#include "kernels/cpu/scratch.h"
 #include "ort/memory_pool.h"
 
 namespace gradfuse::ort {
@@ -36,13 +37,27 @@ void AfterFork() {
 }
 #endif
 
+void* AllocateFromPool(size_t bytes) {
+  try {
+    return pool.load()->Allocate(bytes);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+constexpr cpu::ScratchSource kScratch{
+    AllocateFromPool,
+    [](const void* memory) { return pool.load()->Contains(memory); },
+    [](void* memory) { pool.load()->Free(memory); },
+};
+
 // Large values of runs are in the pool. All else, and what does not fit, is of ONNX Runtime's own allocator, which also
 // reports that memory is out in the way that ONNX Runtime understands.
 struct Allocator : OrtAllocator {
   Allocator(OrtMemoryInfo* memory, OrtAllocator* other) : OrtAllocator{}, info(memory), others(other) {
     version = 18;  // The first with Reserve; later functions are optional.
     Alloc = [](OrtAllocator* self, size_t bytes) -> void* {
-      void* memory = bytes < kLarge ? nullptr : FromPool(bytes);
+      void* memory = bytes < kLarge ? nullptr : AllocateFromPool(bytes);
       return memory != nullptr ? memory : Others(self)->Alloc(Others(self), bytes);
     };
     // What a session keeps, such as packed weights.
@@ -58,14 +73,6 @@ struct Allocator : OrtAllocator {
   }
 
   static OrtAllocator* Others(OrtAllocator* self) { return static_cast<Allocator*>(self)->others; }
-
-  static void* FromPool(size_t bytes) {
-    try {
-      return pool.load()->Allocate(bytes);
-    } catch (const std::bad_alloc&) {
-      return nullptr;
-    }
-  }
 
   const OrtMemoryInfo* info;
   OrtAllocator* others;
@@ -89,6 +96,7 @@ bool Register(const OrtApi& api) {
   if (pthread_atfork(BeforeFork, AfterFork, AfterFork) != 0) return false;
 #endif
   pool = made.release();
+  cpu::SetScratchSource(&kScratch);
   return Succeeded(api, api.RegisterAllocator(env, new Allocator(info, others)));
 }
 

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "gradfuse/float16.h"
+#include "kernels/cpu/scratch.h"
 
 // Matrix products of blocks that the caller cuts, on the caller's thread, in the instruction set that kernels use: the
 // factors are packed once, and multiplied as often as they are needed. A sum has the same order wherever in a block its
@@ -75,19 +76,15 @@ template <class Real>
 class Lines {
  public:
   Lines() = default;
-  explicit Lines(int64_t count)
-      : numbers_(static_cast<Real*>(::operator new(static_cast<size_t>(count) * sizeof(Real), kLine))) {
-    AskForHugePages(numbers_.get(), static_cast<size_t>(count) * sizeof(Real));
+  explicit Lines(int64_t count) : numbers_(AllocateScratch(static_cast<size_t>(count) * sizeof(Real))) {
+    if (numbers_ == nullptr) throw std::bad_alloc();
+    if (!IsFromSource(numbers_.get())) AskForHugePages(numbers_.get(), static_cast<size_t>(count) * sizeof(Real));
   }
 
-  Real* data() const { return numbers_.get(); }
+  Real* data() const { return static_cast<Real*>(numbers_.get()); }
 
  private:
-  static constexpr std::align_val_t kLine{64};
-  struct Free {
-    void operator()(Real* numbers) const { ::operator delete(numbers, kLine); }
-  };
-  std::unique_ptr<Real, Free> numbers_;
+  std::unique_ptr<void, FreeScratchMemory> numbers_;
 };
 
 }  // namespace gradfuse::cpu
