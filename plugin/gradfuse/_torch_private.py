@@ -143,6 +143,11 @@ def batch_norm_class() -> Any:
     return nn.modules.batchnorm._BatchNorm
 
 
+def adaptive_softmax_output(output: Tensor, loss: Tensor) -> Any:
+    """Return what the forward pass of `nn.AdaptiveLogSoftmaxWithLoss` does."""
+    return nn.modules.adaptive._ASMoutput(output, loss)
+
+
 def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the object has another step than its class; a scheduler of learning rates puts a wrapper there."""
     step = vars(optimizer).get("step")
@@ -550,7 +555,10 @@ def checkpoints_replaced(around: Callable[[Any], contextlib.AbstractContextManag
     class Called:
         @staticmethod
         def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            with around(args):
+            # Without an argument that needs one, there is no gradient of anything within, and PyTorch warns of it.
+            module.check_backward_validity(args)
+            has_gradients = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+            with around(args), contextlib.nullcontext() if has_gradients else torch.no_grad():
                 return function(*args)
 
     def generator(function: Any, preserve_rng_state: Any, context_fn: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -41,6 +41,11 @@ def one_by_one(**options: Any) -> Run:
     return run
 
 
+def reentrant(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    # Its argument has to need a gradient, or there is none of what is wrapped.
+    return one_by_one(use_reentrant=True)(blocks[1:], blocks[0](x))
+
+
 def nested(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     def half(x: Tensor) -> Tensor:
         for block in blocks[:3]:
@@ -66,7 +71,7 @@ def in_segments(blocks: nn.ModuleList, x: Tensor) -> Tensor:
 
 WAYS: dict[str, tuple[Run, int, float]] = {
     "one by one": (one_by_one(use_reentrant=False), LAYERS, 0.7),
-    "reentrant": (one_by_one(use_reentrant=True), LAYERS, 0.7),
+    "reentrant": (reentrant, LAYERS - 1, 0.75),
     "sequential": (in_segments, 2, 0.75),
     "nested": (nested, 3, 0.85),
     "as transformers does": (as_transformers_does, LAYERS, 0.7),
@@ -117,6 +122,17 @@ def test_the_same_bits_in_less_memory(way: str, kept: TrainingStep) -> None:
     assert step.recomputation.after <= share * step.recomputation.before
     assert step.recomputation.nodes >= 3 * wrapped
     assert losses(step) == losses(kept)
+
+
+def test_a_reentrant_one_whose_arguments_need_no_gradient_trains_nothing() -> None:
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+        step = exported(one_by_one(use_reentrant=True))
+    module = Net(one_by_one(use_reentrant=True))
+    x, y = batch(ROWS)
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+        F.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+    trained = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+    assert trained == {"head.weight", "head.bias"} == set(step.parameters)
 
 
 @pytest.mark.long

@@ -128,6 +128,14 @@ def test_batch_norm_class() -> None:
         assert "forward" in vars(private.batch_norm_class())
 
 
+def test_adaptive_softmax_output() -> None:
+    with needed("nn.modules.adaptive._ASMoutput", "trace nn.AdaptiveLogSoftmaxWithLoss"):
+        layer = nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2])
+        wanted = layer(torch.ones(3, 4), torch.tensor([0, 1, 5]))
+        assert type(private.adaptive_softmax_output(*wanted)) is type(wanted)
+        assert wanted._fields == ("output", "loss")
+
+
 def test_unwrapped() -> None:
     with needed("OptimizedModule._orig_mod and _torchdynamo_orig_callable", "export modules that are compiled"):
         module = Loss()

@@ -1,6 +1,6 @@
 """Truth values and lengths of tensors in a module's Python code, which a traced program does not know.
 
-A graph has no branches, so torch.export refuses `if tensor:`. Three kinds of them do not choose what is computed, and
+A graph has no branches, so torch.export refuses `if tensor:`. Four kinds of them do not choose what is computed, and
 are decided while a step is traced as they are when PyTorch runs it on the batch:
 
 - A check, `if not valid.all(): raise ValueError(...)`: if its condition is negated, the function that tests it raises
@@ -8,6 +8,7 @@ are decided while a step is traced as they are when PyTorch runs it on the batch
 - A condition on whether numbers are finite, from `torch.isfinite`, `isnan` or `isinf`: the exported step assumes that
   they are.
 - Whether the mask of `nn.Transformer` is the causal one, which only chooses a kernel.
+- Whether a mask selects anything, where the code that this guards does nothing otherwise (see `emptiness`).
 
 Besides, `nonzero` is assumed to find something if it does on the batch, and a warning says so.
 
@@ -33,16 +34,25 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse import _torch_private as private
-from gradfuse.export import batch_norms, dropout, explaining, host_draws, inner_derivatives, own_gradients
+from gradfuse.export import (
+    adaptive_softmax,
+    batch_norms,
+    dropout,
+    explaining,
+    host_draws,
+    inner_derivatives,
+    own_gradients,
+)
 from gradfuse.export.dropout import SeededDropout
+from gradfuse.export.emptiness import Guards, answering, guards_of, idle_answers, selected_by
 from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
+from gradfuse.export.observing import ASKS, Place, are_close, caller, calling_frame, forward, offset
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.selections import CannotSelectError, Decisions, Found, Selections, Trial, Written
 from gradfuse.export.sizes_in_tensors import SizesInTensors
 from gradfuse.export.sparse_matrices import SparseProducts
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
 from gradfuse.export.traced_functions import INSTEAD, indexed, is_mask
-from gradfuse.export.translation import lengths_as_tensors
 from gradfuse.training.step import DROPOUT_SEED
 
 _FINITE = ("isfinite", "isnan", "isinf")
@@ -65,23 +75,17 @@ _KEEPS = frozenset(
 )
 """Functions whose results are of the kind of their arguments."""
 
-_ASKS = (torch.Tensor.__bool__, torch.Tensor.item)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _SELECTS = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
 
 _TRIALS = 6
 """How many times a loop is run with some iterations left out at random, to compare."""
-_ROUNDINGS = 64
-"""By how many roundings a sum may differ if zeros are added to it."""
 
 _CONVERTS = re.compile(r"\b(float|int|math\.\w+)\(")
 """Calls that take numbers of Python alone."""
 
 _MOST = 64
 """The most branches that are examined one by one."""
-
-Place = tuple[CodeType, int]
-"""Where code asks: a function, and the offset of the instruction in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Branches:
 
     Attributes:
         decided: those that do not choose what is computed -> how they go.
+        idle: those of them that are whether masks are empty.
+        guards: conditions on sizes of what masks select, which go as if that were something.
         open: the others, as texts for messages.
         random: those of the others that depend on a random number.
         found: where `nonzero` finds something each time.
@@ -100,6 +106,8 @@ class Branches:
     """
 
     decided: Mapping[Place, bool]
+    idle: Mapping[Place, bool]
+    guards: Guards
     open: tuple[str, ...]
     random: tuple[str, ...]
     found: frozenset[Place]
@@ -108,9 +116,22 @@ class Branches:
     items: frozenset[Place]
     assumed: set[Place] = dataclasses.field(default_factory=set)
 
+    def computes_more(self, step: TorchStep) -> bool:
+        """Whether the traced step computes what PyTorch leaves out for some batches."""
+        return bool(self.selections.codes or self.idle or self.guards.answers) or adaptive_softmax.is_in(step)
+
 
 def branches_of(step: TorchStep) -> Branches:
     """Run the forward pass of a step, and look at each of its branches."""
+    observed = _observed(step)
+    guards = guards_of(step, observed.selecting)
+    if not guards.answers:
+        return _branches(step, observed, Guards())
+    with guards.installed(step):
+        return _branches(step, _observed(step), guards)
+
+
+def _observed(step: TorchStep) -> _Observed:
     none = Selections()
     observed = _Observed()
     try:
@@ -119,6 +140,11 @@ def branches_of(step: TorchStep) -> Branches:
         # A user's module may raise anything where it gets a tensor for a number.
         observed = _Observed(items=False)
         _run(step, observed, none)
+    return observed
+
+
+def _branches(step: TorchStep, observed: _Observed, guards: Guards) -> Branches:
+    none = Selections()
     chances = _of_chance(step, observed, none)
     looped = set(map(_text, observed.looped))
     selections, observed = _selected(step, observed)
@@ -135,13 +161,22 @@ def branches_of(step: TorchStep) -> Branches:
         for place, (answers, _) in observed.asked.items()
         if place[0] in checks and len({*answers}) == 1
     }
+    idle = idle_answers(
+        step,
+        [place for place, (_, kinds) in observed.asked.items() if place not in decided and "random" not in kinds],
+    )
+    decided |= idle
     left = [place for place in observed.asked if place not in decided]
     return Branches(
         decided=decided,
+        idle=idle,
+        guards=guards,
         open=tuple(map(_text, left)),
         random=tuple(_text(place) for place in left if "random" in observed.asked[place][1]),
         found=frozenset(
-            place for place, counts in observed.found.items() if all(counts) and _text(place) not in looped
+            place
+            for place, counts in observed.found.items()
+            if all(counts) and _text(place) not in looped and place[0] not in guards.codes.values()
         ),
         selections=selections,
         chances=frozenset(chances),
@@ -200,7 +235,7 @@ def _leave_out_alike(step: TorchStep, selections: Selections) -> bool:
                     host_draws.as_tensors(),
                     selections.installed(step, Trial(seed, skips)) as decisions,
                 ):
-                    outcomes.append(_forward(step))
+                    outcomes.append(forward(step))
             except Exception:
                 # A user's module may raise anything where nothing is found.
                 if skips:
@@ -209,17 +244,10 @@ def _leave_out_alike(step: TorchStep, selections: Selections) -> bool:
         else:
             (value, after), (other, others) = outcomes
             pairs = [(value, other), *((after[name], others[name]) for name in after)]
-            if not all(_are_close(*pair) for pair in pairs):
+            if not all(are_close(*pair) for pair in pairs):
                 return False
             compared |= decisions.left_out > 0
     return compared
-
-
-def _are_close(a: Tensor, b: Tensor) -> bool:
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    largest = float(torch.nan_to_num(a.detach()).abs().max()) if a.numel() else 0.0
-    return torch.allclose(a, b, rtol=0.0, atol=_ROUNDINGS * torch.finfo(a.dtype).eps * largest, equal_nan=True)
 
 
 def seeds_of(step: TorchStep, branches: Branches) -> list[int]:
@@ -262,7 +290,7 @@ def _tried_seeds(step: TorchStep) -> Iterator[int]:
     """Yield seeds, at last those with which single draws give their least and largest numbers of very many."""
     yield from range(TRIED_SEED, TRIED_SEED + _SEEDS_AT_RANDOM)
     with SeededDropout(torch.tensor(TRIED_SEED)) as drawn:
-        _forward(step)
+        forward(step)
     for layer in drawn.single[:_MOST]:
         yield from dropout.extreme_seeds(TRIED_SEED, _SEEDS_OF_EXTREMES, layer)
 
@@ -324,9 +352,10 @@ def answered(
         if name not in (*changed, *step.frozen_inputs) and is_fixed(step.state[name])
     ]
     own = own_gradients.by_formula(inner_derivatives.FUNCTIONS) if differentiates else own_gradients.traced()
-    with _symbolic_len(step), private.idle_conversions(), batch_norms.cumulative(), own:
-        with both_sides(step, branches) as decisions, _Decided(branches, fixed, decisions):
-            yield
+    with _symbolic_len(step), private.idle_conversions(), batch_norms.cumulative(), adaptive_softmax.traced(), own:
+        with branches.guards.installed(step), both_sides(step, branches) as decisions:
+            with _Decided(branches, fixed, decisions):
+                yield
 
 
 @contextlib.contextmanager
@@ -337,11 +366,15 @@ def both_sides(step: TorchStep, branches: Branches) -> Iterator[Decisions]:
 
 
 def run_both_sides(step: TorchStep, branches: Branches) -> Outcome:
-    """Run a step in PyTorch with both sides of what it decides; the outcome counts the dropouts of both."""
+    """Run a step in PyTorch with both sides of what it decides, and with what guards empty masks.
+
+    The outcome counts the dropouts of both, and has the gradients of all parameters.
+    """
     # What a side has saved for its gradient is put back for the other one.
     saved = torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor)
-    with both_sides(step, branches) as decisions, saved:
-        outcome = step.run()
+    with branches.guards.installed(step), answering(branches.idle), adaptive_softmax.traced():
+        with both_sides(step, branches) as decisions, saved:
+            outcome = step.run()
     return dataclasses.replace(outcome, dropouts=outcome.dropouts + decisions.found.undrawn)
 
 
@@ -353,7 +386,7 @@ class _Items(TorchFunctionMode):
         self._places = places
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.item and _caller() in self._places:
+        if func is torch.Tensor.item and caller() in self._places:
             return _as_item(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -374,12 +407,12 @@ class _Decided(TorchFunctionMode):
         self._products = SparseProducts()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        place = _caller()
-        if func in _ASKS and place in self._branches.decided:
+        place = caller()
+        if func in ASKS and place in self._branches.decided:
             return self._branches.decided[place]
         if func is torch.Tensor.item and place in self._branches.items:
             return _as_item(args[0])
-        if func in _ASKS and place in self._branches.chances:
+        if func in ASKS and place in self._branches.chances:
             # Unlike torch's own error it cannot be caught by a module.
             raise CannotSelectError("a condition")
         if func is torch.Tensor.item and args[0].requires_grad:
@@ -425,6 +458,7 @@ class _Observed(TorchFunctionMode):
 
     Attributes:
         asked: place -> the answers, and of which kinds the tensors are.
+        selecting: the code of functions that select by masks.
         loops: where code loops over what `nonzero` finds in a vector.
         looped: where that `nonzero` is.
         found: place of a `nonzero` -> whether it found something, each time.
@@ -435,6 +469,7 @@ class _Observed(TorchFunctionMode):
         super().__init__()
         self.asked: dict[Place, tuple[list[bool], set[str]]] = {}
         self.found: dict[Place, list[bool]] = {}
+        self.selecting: set[CodeType] = set()
         self.loops: set[Place] = set()
         self.looped: set[Place] = set()
         self.items: set[Place] = set()
@@ -452,7 +487,7 @@ class _Observed(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         known = {self._kinds.get(id(one), (None,))[0] for one in args if isinstance(one, Tensor)}
         if func is torch.Tensor.item and known == {"random"} and self.takes_items and _is_inexact(args[0]):
-            self.items.add(_caller())
+            self.items.add(caller())
             func = _as_item
         if func is torch.Tensor.unbind and (vector := self._vectors.vector(args[0])) is not None:
             if (place := _looping()) is not None:
@@ -468,18 +503,20 @@ class _Observed(TorchFunctionMode):
         elif name in _KEEPS or func is torch.Tensor.__bool__:
             kind = next((self._kinds[id(one)][0] for one in args if id(one) in self._kinds), None)
         if func is torch.Tensor.__bool__ or (func is torch.Tensor.item and isinstance(result, bool)):
-            place = _caller()
+            place = caller()
             answers, kinds = self.asked.setdefault(place, ([], set()))
             answers.append(result)
             kinds.update([] if kind is None else [kind])
             if place != self._turned:
                 return result
-            self._asking.append(_calling_frame())
+            self._asking.append(calling_frame())
             return not result
+        if selected_by(func, args):
+            self.selecting.add(caller()[0])
         if name == "nonzero" and isinstance(result, Tensor):
-            self.found.setdefault(_caller(), []).append(result.shape[0] > 0)
+            self.found.setdefault(caller(), []).append(result.shape[0] > 0)
         if name in ("nonzero", "where"):
-            self._found_in[id(args[0])] = _caller()
+            self._found_in[id(args[0])] = caller()
         if kind is not None:
             self._kinds[id(result)] = kind, result
         return result
@@ -510,22 +547,8 @@ def _run(step: TorchStep, observed: _Observed, selections: Selections) -> list[W
     """Run the forward pass, and let a mode observe it; return what the sides of selections write."""
     seeded = SeededDropout(step.state.get(DROPOUT_SEED))
     with seeded, host_draws.as_tensors(), observed, selections.installed(step) as decisions:
-        _forward(step)
+        forward(step)
     return decisions.written
-
-
-def _forward(step: TorchStep) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run the forward pass on copies of all tensors; return the loss and the buffers afterwards."""
-
-    def copies(tensors: Any) -> list[Tensor]:
-        return [tensor.detach().clone() for tensor in tensors]
-
-    state = dict(zip(step.state, copies(step.state.values()), strict=True))
-    for name in step.trainable:
-        state[name].requires_grad_()
-    with lengths_as_tensors():
-        value, after, _ = step.apply(state, copies(step.inputs), copies(step.targets))
-    return value.detach(), {name: tensor.detach() for name, tensor in after.items()}
 
 
 def _is_check(step: TorchStep, place: Place, times: int, selections: Selections) -> bool:
@@ -543,42 +566,12 @@ def _is_check(step: TorchStep, place: Place, times: int, selections: Selections)
     return False
 
 
-def _caller() -> Place:
-    """Return where the code is that called the mode whose method calls this, or a mode within that one."""
-    frame = _calling_frame()
-    return frame.f_code, _offset(frame)
-
-
-def _calling_frame() -> FrameType:
-    """Return the frame of the code that called the mode whose method, or a function of it, calls this."""
-    frame = inspect.currentframe()
-    assert frame is not None and frame.f_back is not None
-    frame = frame.f_back
-    while frame.f_code is _caller.__code__ or frame.f_code.co_name == "__torch_function__":
-        assert frame.f_back is not None
-        frame = frame.f_back
-    return frame
-
-
-def _offset(frame: FrameType) -> int:
-    """Return where a frame is, the same each time that its code runs.
-
-    Python 3.11 makes a call in two instructions until it has seen what is called, and then in the first of them.
-    """
-    first = dis.opmap.get("PRECALL")
-    return frame.f_lasti + _TWO_INSTRUCTIONS * (frame.f_code.co_code[frame.f_lasti] == first)
-
-
-_TWO_INSTRUCTIONS = 4
-"""How far the second of them is from the first one, which is followed by a cache."""
-
-
 def _looping() -> Place | None:
     """Return where the loop is over the tensor that is split into its rows; None: it is no loop."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not torch.Tensor.__iter__.__code__:
         frame = frame.f_back
-    return None if frame is None or frame.f_back is None else (frame.f_back.f_code, _offset(frame.f_back))
+    return None if frame is None or frame.f_back is None else (frame.f_back.f_code, offset(frame.f_back))
 
 
 def _last(traceback: TracebackType | None) -> TracebackType | None:

@@ -35,6 +35,9 @@ HELPER = "gradfuse_decisions"
 NUMBERS = "gradfuse_numbers"
 """The global variable that functions use whose calls take sizes."""
 
+GUARDS = "gradfuse_guards"
+"""The global variable that functions use whose conditions are whether numbers are 0."""
+
 _MOST_NODES = 20_000
 """Statements after a decision that ends an iteration may become part of at most this many sides."""
 
@@ -76,6 +79,26 @@ def with_numbers(code: CodeType, asked: frozenset[int], names: Collection[str]) 
         calls = _Numbers(asked, names)
         calls.visit(tree)
         if not calls.changed:
+            raise CannotRewriteError
+
+    return _compiled_anew(code, rewrite)
+
+
+def with_guards(code: CodeType) -> CodeType:
+    """Return the code of a function that asks `GUARDS` whether numbers are 0, wherever an `if` may ask that.
+
+    `if x.numel() == 0:` becomes `if gradfuse_guards.asks(x.numel(), line, column, "eq", 0):`, and `if len(x):` asks
+    "truth".
+
+    Raises:
+        CannotRewriteError: that is not possible, or there is no such `if`.
+    """
+
+    def rewrite(tree: ast.Module) -> None:
+        guards = _Guards()
+        function = _function(tree, code)
+        function.body = [guards.visit(statement) for statement in function.body]
+        if not guards.changed:
             raise CannotRewriteError
 
     return _compiled_anew(code, rewrite)
@@ -349,6 +372,58 @@ class _Numbers(ast.NodeTransformer):
         found = not self._asked.isdisjoint(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         self.changed |= found
         return found
+
+
+class _Guards(ast.NodeTransformer):
+    """Turns conditions whether a number is 0 into calls.
+
+    Attributes:
+        changed: whether there were any.
+    """
+
+    def __init__(self) -> None:
+        self.changed = False
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        self.generic_visit(node)
+        node.test = self._of(node.test)
+        return node
+
+    def _of(self, test: ast.expr) -> ast.expr:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test.operand = self._of(test.operand)
+            return test
+        value, name, number = test, "truth", 0
+        if isinstance(test, ast.Compare):
+            right = test.comparators[0]
+            name = _COMPARISONS.get(type(test.ops[0]), "")
+            if len(test.comparators) > 1 or not name or not isinstance(right, ast.Constant):
+                return test
+            if type(right.value) is not int or right.value not in (0, 1):
+                return test
+            value, number = test.left, right.value
+        elif not isinstance(test, (ast.Call, ast.Subscript, ast.Name)):
+            return test
+        self.changed = True
+        constants = [ast.Constant(one) for one in (test.lineno, test.col_offset, name, number)]
+        return _located(_call_of(GUARDS, "asks", value, *constants), test)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        return node
+
+
+_COMPARISONS: Mapping[type[ast.cmpop], str] = {
+    ast.Eq: "eq",
+    ast.NotEq: "ne",
+    ast.Gt: "gt",
+    ast.GtE: "ge",
+    ast.Lt: "lt",
+    ast.LtE: "le",
+}
+"""By the names of the functions of `operator`."""
 
 
 def _product(node: ast.expr) -> ast.expr:

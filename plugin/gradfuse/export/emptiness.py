@@ -1,0 +1,326 @@
+"""Conditions whether anything is selected, around code that does nothing where nothing is.
+
+`if mask.any(): out[mask] = expert(x[mask])` computes the same without its condition, and so does a loop over experts
+without `if index.numel() == 0: continue`. That is tried: with masks that select nothing, PyTorch gives the same loss,
+buffers and gradients whether it runs that code or not. This module imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradfuse.export import dropout, explaining, host_draws, rewriting
+from gradfuse.export.observing import ASKS, Place, are_close, caller, with_gradients
+from gradfuse.export.selections import functions_of
+from gradfuse.export.torch_step import TorchStep
+from gradfuse.export.traced_functions import is_mask
+from gradfuse.training.step import DROPOUT_SEED
+
+_TRIALS = 4
+"""How many times a step is run with masks that are emptied: first all, and then some at random."""
+
+_COMPARISONS = {
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "lt": operator.lt,
+    "le": operator.le,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
+_LARGE = 2**62
+
+_MOST = 16
+"""The most guards that are tried one by one."""
+
+Made = tuple[Place, int]
+"""Where a tensor was made, and which of those made there it is."""
+
+Guard = tuple[CodeType, tuple[int, int]]
+"""A function, before it was rewritten, and where its condition is: line and column."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Guards:
+    """Conditions on numbers of Python, such as sizes, that go as if something were selected.
+
+    Attributes:
+        codes: the code of each function that has some -> its code that asks.
+        answers: how they go; all others are as the module has them.
+    """
+
+    codes: Mapping[CodeType, CodeType] = dataclasses.field(default_factory=dict)
+    answers: Mapping[Guard, bool] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def installed(self, step: TorchStep) -> Iterator[Mapping[Guard, Sequence[_Condition]]]:
+        """Let the functions ask; yield how their conditions on whole numbers go."""
+        found: dict[Guard, list[_Condition]] = defaultdict(list)
+        functions = functions_of(self.codes, step)
+        originals = {id(code): code for code in self.codes}
+        changed = [(function, originals[key]) for key, several in functions.items() for function in several]
+        try:
+            for function, code in changed:
+                function.__globals__.setdefault(rewriting.GUARDS, _Asked(self, found))
+                function.__code__ = self.codes[code]
+            yield found
+        finally:
+            for function, code in changed:
+                function.__code__ = code
+                function.__globals__.pop(rewriting.GUARDS, None)
+
+
+class _Asked:
+    """What rewritten functions call."""
+
+    def __init__(self, guards: Guards, found: dict[Guard, list[_Condition]]) -> None:
+        self._answers = guards.answers
+        self._found = found
+        self._functions = {new: old for old, new in guards.codes.items()}
+
+    def asks(self, value: Any, line: int, column: int, name: str, number: int) -> Any:
+        guard = self._functions[sys._getframe(1).f_code], (line, column)
+        if guard in self._answers:
+            return self._answers[guard]
+        answer = value if name == "truth" else _COMPARISONS[name](value, number)
+        of_none, of_one, of_many = (_answer(name, count, number) for count in (0, 1, _LARGE))
+        if type(value) is int and value >= 0 and of_none != of_one == of_many:
+            self._found[guard].append(_Condition(value == 0, of_one))
+        return answer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Condition:
+    """How a condition went.
+
+    Attributes:
+        is_zero: whether its number was 0.
+        answer: how it goes for all other numbers.
+    """
+
+    is_zero: bool
+    answer: bool
+
+
+def _answer(name: str, count: int, number: int) -> bool:
+    return bool(count) if name == "truth" else bool(_COMPARISONS[name](count, number))
+
+
+def guards_of(step: TorchStep, selecting: Collection[CodeType]) -> Guards:
+    """Return the conditions on sizes, and on other numbers, that only guard code without an effect on empty masks.
+
+    Args:
+        step: the step.
+        selecting: the code of the functions that select by masks.
+    """
+    codes = {}
+    for code in selecting:
+        if not explaining.is_users(code.co_filename):
+            continue
+        with contextlib.suppress(rewriting.CannotRewriteError):
+            codes[code] = rewriting.with_guards(code)
+    guards = Guards(codes)
+    if not codes:
+        return guards
+    run = _tried(step, guards, ())
+    if run is None or not run.masks or not run.conditions:
+        return Guards()
+    trials = [(emptied, _tried(step, guards, emptied)) for emptied in _choices(run.masks)]
+    wanted: dict[Guard, bool] = {}
+    for emptied, trial in trials:
+        if emptied == run.masks and trial is not None:
+            zeros = {guard: found for guard, found in trial.conditions.items() if all(one.is_zero for one in found)}
+            wanted = {guard: found[0].answer for guard, found in zeros.items()}
+    if _agree(step, Guards(codes, wanted), trials):
+        return Guards(codes, wanted)
+    each = [Guards(codes, {guard: answer}) for guard, answer in list(wanted.items())[:_MOST]]
+    agreeing = Guards(codes, {k: v for one in each if _agree(step, one, trials) for k, v in one.answers.items()})
+    return agreeing if _agree(step, agreeing, trials) else Guards()
+
+
+def _agree(step: TorchStep, guards: Guards, trials: Sequence[tuple[Collection[Made], _Trial | None]]) -> bool:
+    """Whether a step computes the same with empty masks if conditions are told that there is something."""
+    seen: set[Guard] = set()
+    for emptied, natural in trials:
+        if natural is None or not natural.is_finite():
+            continue
+        told = _tried(step, guards, emptied)
+        if told is None or not natural.is_close(told):
+            return False
+        seen |= {guard for guard, found in natural.conditions.items() if any(one.is_zero for one in found)}
+    return bool(guards.answers) and seen >= guards.answers.keys()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """What a step computes, which masks it selects by, and how its conditions go."""
+
+    outcome: Mapping[str, Tensor]
+    masks: frozenset[Made]
+    conditions: Mapping[Guard, Sequence[_Condition]]
+
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(tensor).all()) for tensor in self.outcome.values())
+
+    def is_close(self, other: _Trial) -> bool:
+        return all(are_close(tensor, other.outcome[name]) for name, tensor in self.outcome.items())
+
+
+def _tried(step: TorchStep, guards: Guards, emptied: Collection[Made]) -> _Trial | None:
+    """Run a step with some masks empty; None: it fails."""
+    try:
+        with guards.installed(step) as found, _Masks(emptied) as masks:
+            outcome = _outcome(step)
+    except Exception:
+        # A user's module may raise anything where nothing is selected.
+        return None
+    return _Trial(outcome, frozenset(masks.selected), dict(found))
+
+
+def _choices(masks: Collection[Made]) -> Iterator[Collection[Made]]:
+    """Yield which masks are emptied: first all, and then some at random."""
+    ordered = list(masks)
+    yield masks
+    for trial in range(1, _TRIALS):
+        chosen = torch.rand(len(ordered), generator=torch.Generator().manual_seed(trial)) < 0.5
+        yield [mask for mask, one in zip(ordered, chosen, strict=True) if one]
+
+
+def idle_answers(step: TorchStep, places: Iterable[Place]) -> dict[Place, bool]:
+    """Return how conditions go in which code asks for nothing but whether masks are empty, if they are not.
+
+    Args:
+        step: the step.
+        places: where it asks for the truth values of tensors.
+
+    Returns:
+        The answers of those places that only guard code without an effect on empty masks.
+    """
+    asking = list(places)
+    if not asking:
+        return {}
+    observed = _Masks()
+    try:
+        with observed:
+            _outcome(step)
+    except Exception:
+        # A user's module may raise anything.
+        return {}
+    found = {}
+    for place in asking:
+        asked = observed.asked.get(place, [])
+        answers = {answer for one in asked if one is not None for answer in (one[1],)}
+        if asked and None not in asked and len(answers) == 1:
+            (answer,) = answers
+            if _are_idle(step, place, {one[0] for one in asked if one is not None}, answer):
+                found[place] = answer
+    return found
+
+
+def answering(answers: Mapping[Place, bool]) -> TorchFunctionMode:
+    """Let conditions at these places go so, in PyTorch."""
+    return _Masks(answers=answers)
+
+
+def _are_idle(step: TorchStep, place: Place, masks: Collection[Made], answer: bool) -> bool:
+    """Whether a step computes the same with empty masks if code is told that they are not."""
+    for emptied in _choices(masks):
+        outcomes = []
+        for answers in ({}, {place: answer}):
+            try:
+                with _Masks(emptied, answers):
+                    outcomes.append(_outcome(step))
+            except Exception:
+                # A user's module may raise anything where nothing is selected.
+                return False
+        one, other = outcomes
+        if not all(are_close(one[name], other[name]) for name in one):
+            return False
+    return True
+
+
+def _outcome(step: TorchStep) -> dict[str, Tensor]:
+    with dropout.EqualDropout(step.state.get(DROPOUT_SEED)), host_draws.as_tensors():
+        return with_gradients(step)
+
+
+def selected_by(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the masks by which a call selects."""
+    name = getattr(func, "__name__", "")
+    if name in ("nonzero", "argwhere") or (name == "where" and len(args) == 1):
+        return [args[0]] if args else []
+    if name not in ("__getitem__", "__setitem__", "masked_select") or len(args) < 2:
+        return []
+    indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return [one for one in indices if is_mask(one)]
+
+
+class _Masks(TorchFunctionMode):
+    """Note which conditions are whether a mask is empty; empty some masks, and answer some conditions.
+
+    Attributes:
+        asked: place -> the mask of each condition, and how it goes if the mask is not empty; None: it is another one.
+        selected: the masks by which something is selected.
+    """
+
+    def __init__(self, emptied: Collection[Made] = (), answers: Mapping[Place, bool] | None = None) -> None:
+        super().__init__()
+        self.asked: dict[Place, list[tuple[Made, bool] | None]] = {}
+        self.selected: set[Made] = set()
+        self._emptied, self._answers = frozenset(emptied), answers or {}
+        self._times: Counter[Place] = Counter()
+        # Each with the tensor itself, so that no other gets its id.
+        self._made: dict[int, tuple[Made, Tensor]] = {}
+        self._counts: dict[int, tuple[Made, Tensor]] = {}
+        self._conditions: dict[int, tuple[Made, bool, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.selected |= {self._made[id(one)][0] for one in selected_by(func, args) if id(one) in self._made}
+        result = func(*args, **(kwargs or {}))
+        if func in ASKS and (func is not torch.Tensor.item or isinstance(result, bool)):
+            place = caller()
+            self.asked.setdefault(place, []).append(self._meaning(args[0]))
+            return self._answers.get(place, result)
+        if isinstance(result, Tensor) and not result.is_floating_point() and not result.is_complex():
+            self._note_made(result)
+            self._note_meaning(getattr(func, "__name__", "").strip("_"), args, kwargs, result)
+        return result
+
+    def _note_made(self, result: Tensor) -> None:
+        place = caller()
+        self._times[place] += 1
+        made = place, self._times[place]
+        if made in self._emptied:
+            result.zero_()
+        self._made[id(result)] = made, result
+
+    def _note_meaning(self, name: str, args: tuple[Any, ...], kwargs: Any, result: Tensor) -> None:
+        first: Any = args[0] if args else None
+        made, _ = self._made.get(id(first), (None, None))
+        if name in ("any", "sum", "count_nonzero") and len(args) == 1 and not kwargs and made is not None:
+            if name == "any":
+                self._conditions[id(result)] = made, True, result
+            elif name == "count_nonzero" or first.dtype == torch.bool:
+                self._counts[id(result)] = made, result
+        elif name in ("logical_not", "invert") and (condition := self._meaning(first)) is not None:
+            self._conditions[id(result)] = condition[0], not condition[1], result
+        elif name in _COMPARISONS and id(first) in self._counts and isinstance(args[1], (int, float)):
+            of_none, of_one, of_many = (_COMPARISONS[name](count, args[1]) for count in (0, 1, _LARGE))
+            if of_none != of_one == of_many:
+                self._conditions[id(result)] = self._counts[id(first)][0], of_one, result
+
+    def _meaning(self, tensor: Any) -> tuple[Made, bool] | None:
+        """Return the mask that a condition is about, and whether it holds if the mask is not empty."""
+        if id(tensor) in self._counts:
+            return self._counts[id(tensor)][0], True
+        return self._conditions[id(tensor)][:2] if id(tensor) in self._conditions else None

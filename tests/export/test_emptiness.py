@@ -1,0 +1,194 @@
+"""Conditions whether anything is selected: a step leaves them out where the code does nothing for empty selections."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from long_tests import mostly_long
+from torch import Tensor, nn
+
+from gradfuse import ExportError, TrainingSession, export_training_step
+
+WIDTH, EXPERTS = 6, 7
+DYNAMIC = ({0: "batch"},), ({0: "batch"},)
+
+
+class Experts(nn.Module):
+    def __init__(self, of: Callable[[Experts, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 7), nn.GELU()) for _ in range(EXPERTS))
+        self.out = nn.Linear(7, 3)
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        return self.out(self.of(self, x, shares, shares.topk(2).indices))  # type: ignore[no-any-return]
+
+    def mixed(self, total: Tensor, x: Tensor, shares: Tensor, expert: int, rows: Tensor) -> None:
+        total[rows] += self.experts[expert](x[rows]) * shares[rows][:, expert, None]
+
+
+def by_any(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        mask = (chosen == expert).any(-1)
+        if mask.any():
+            module.mixed(total, x, shares, expert, mask)
+    return total
+
+
+def by_not_any(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        mask = (chosen == expert).any(-1)
+        if not torch.any(mask):
+            continue
+        module.mixed(total, x, shares, expert, mask)
+    return total
+
+
+def by_sum(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        mask = (chosen == expert).any(-1)
+        if mask.sum() > 0:
+            module.mixed(total, x, shares, expert, mask)
+    return total
+
+
+def by_item(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        mask = (chosen == expert).any(-1)
+        if mask.sum().item() < 1:
+            continue
+        module.mixed(total, x, shares, expert, mask)
+    return total
+
+
+def by_numel(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        rows, place = torch.where(chosen == expert)
+        if rows.numel() == 0:
+            continue
+        part = module.experts[expert](x[rows]) * shares.gather(1, chosen)[rows, place, None]
+        total.index_add_(0, rows, part)
+    return total
+
+
+def by_length(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        rows = (chosen == expert).any(-1).nonzero().squeeze(-1)
+        if not len(rows):
+            continue
+        module.mixed(total, x, shares, expert, rows)
+    return total
+
+
+def by_size(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        rows, _ = torch.where(chosen == expert)
+        if rows.shape[0]:
+            module.mixed(total, x, shares, expert, rows)
+    return total
+
+
+WAYS = (by_any, by_not_any, by_sum, by_item, by_numel, by_length, by_size)
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, WIDTH, generator=generator), torch.arange(rows) % 3
+
+
+@pytest.mark.parametrize("way", mostly_long(WAYS, (by_any, by_numel)))
+def test_experts_without_rows_train_later(way: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    module = Experts(way)
+    # Two rows have at most four experts, so that others have none here; all have some later.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = export_training_step(
+            module, F.cross_entropy, batch(2), torch.optim.SGD(module.parameters(), lr=0.5), dynamic_shapes=DYNAMIC
+        )
+    session = TrainingSession(step)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for rows in (1, 40, 2):
+        x, y = batch(rows)
+        with torch.no_grad():
+            np.testing.assert_allclose(session.evaluate(x.numpy()), module(x), rtol=0, atol=1e-6)
+        loss = F.cross_entropy(module(x), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert abs(session.step(x.numpy(), y.numpy()) - loss.item()) <= 1e-6
+    for name, tensor in module.state_dict().items():
+        np.testing.assert_allclose(session.state_dict()[name], tensor, rtol=0, atol=1e-6)
+
+
+def at_least_two(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        mask = (chosen == expert).any(-1)
+        if mask.sum() > 1:
+            module.mixed(total, x, shares, expert, mask)
+    return total
+
+
+def rows_at_least_two(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        rows, _ = torch.where(chosen == expert)
+        if rows.shape[0] > 1:
+            module.mixed(total, x, shares, expert, rows)
+    return total
+
+
+def something_else_too(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        mask = (chosen == expert).any(-1)
+        if mask.any():
+            module.mixed(total, x, shares, expert, mask)
+            total = total + 1.0
+    return total
+
+
+def something_else_by_size(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        rows, _ = torch.where(chosen == expert)
+        if rows.numel():
+            module.mixed(total, x, shares, expert, rows)
+            total = total * 0.5
+    return total
+
+
+def mean_of_rows(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        mask = (chosen == expert).any(-1)
+        if mask.any():
+            total = total + module.experts[expert](x[mask]).mean(0)
+    return total
+
+
+@pytest.mark.parametrize(
+    "way",
+    mostly_long(
+        (at_least_two, rows_at_least_two, something_else_too, something_else_by_size, mean_of_rows),
+        (at_least_two, something_else_by_size),
+    ),
+)
+def test_what_such_a_condition_decides_is_refused(way: Callable[..., Tensor]) -> None:
+    with pytest.raises(ExportError, match="and a graph has no branches"):
+        export_training_step(Experts(way), F.cross_entropy, batch(5), dynamic_shapes=DYNAMIC)
