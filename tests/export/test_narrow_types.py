@@ -216,7 +216,8 @@ def test_convolutions_under_autocast_to_bfloat16_keep_activations_in_it(fuse: bo
 
 
 def shape_of(model: onnx.ModelProto, name: str) -> list[int | str]:
-    (value,) = [value for value in model.graph.value_info if value.name == name]
+    values = *model.graph.input, *model.graph.value_info
+    (value,) = [value for value in values if value.name == name]
     return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
 
 
@@ -324,7 +325,9 @@ def test_products_under_autocast_to_bfloat16_are_an_operator_that_rounds_as_pyto
     types = {value.name: value.type.tensor_type.elem_type for value in step.model.graph.value_info}
     wide = [node for node in nodes if types.get(node.output[0]) == onnx.TensorProto.FLOAT]
     weights = [shape_of(step.model, node.input[1]) for node in wide]
-    assert [50, 16] in weights and all(types[node.input[1]] == onnx.TensorProto.BFLOAT16 for node in wide)
+    assert [50, 16] in weights
+    # Weights are read as they are, and rounded by each product: no copy of them lives until the backward pass.
+    assert {node.input[1] for node in nodes} >= {"up.weight", "down.weight", "head.weight"}
     for batch in batches:
         with torch.autocast("cpu", torch.bfloat16):
             native = autograd(module, F.cross_entropy, batch, torch.float32, step)

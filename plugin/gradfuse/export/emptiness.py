@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import operator
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
@@ -89,7 +89,9 @@ class _Asked:
         self._functions = {new: old for old, new in guards.codes.items()}
 
     def asks(self, value: Any, line: int, column: int, name: str, number: int) -> Any:
-        guard = self._functions[sys._getframe(1).f_code], (line, column)
+        frame = inspect.currentframe()
+        assert frame is not None and frame.f_back is not None
+        guard = self._functions[frame.f_back.f_code], (line, column)
         if guard in self._answers:
             return self._answers[guard]
         answer = value if name == "truth" else _COMPARISONS[name](value, number)
