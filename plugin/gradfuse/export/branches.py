@@ -46,7 +46,7 @@ from gradfuse.export import (
 from gradfuse.export.dropout import SeededDropout
 from gradfuse.export.emptiness import Guards, answering, guards_of, idle_answers, selected_by
 from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
-from gradfuse.export.observing import ASKS, Place, are_close, caller, calling_frame, forward, offset
+from gradfuse.export.observing import ASKS, Place, are_close, caller, callers, calling_frame, forward, offset
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.selections import CannotSelectError, Decisions, Found, Selections, Trial, Written
 from gradfuse.export.sizes_in_tensors import SizesInTensors
@@ -86,6 +86,9 @@ _CONVERTS = re.compile(r"\b(float|int|math\.\w+)\(")
 
 _MOST = 64
 """The most branches that are examined one by one."""
+
+_CALLERS = 3
+"""How many functions, from the one that selects on, may guard a selection."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -458,7 +461,7 @@ class _Observed(TorchFunctionMode):
 
     Attributes:
         asked: place -> the answers, and of which kinds the tensors are.
-        selecting: the code of functions that select by masks.
+        selecting: the code of functions that select by masks, and of those that call them.
         loops: where code loops over what `nonzero` finds in a vector.
         looped: where that `nonzero` is.
         found: place of a `nonzero` -> whether it found something, each time.
@@ -512,7 +515,7 @@ class _Observed(TorchFunctionMode):
             self._asking.append(calling_frame())
             return not result
         if selected_by(func, args):
-            self.selecting.add(caller()[0])
+            self.selecting |= callers(_CALLERS)
         if name == "nonzero" and isinstance(result, Tensor):
             self.found.setdefault(caller(), []).append(result.shape[0] > 0)
         if name in ("nonzero", "where"):

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradfuse.export import dropout, explaining, host_draws, rewriting
-from gradfuse.export.observing import ASKS, Place, are_close, caller, with_gradients
+from gradfuse.export import dropout, host_draws, rewriting
+from gradfuse.export.observing import ASKS, Place, are_close, caller, forward, with_gradients
 from gradfuse.export.selections import functions_of
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.traced_functions import is_mask
@@ -123,40 +123,39 @@ def guards_of(step: TorchStep, selecting: Collection[CodeType]) -> Guards:
 
     Args:
         step: the step.
-        selecting: the code of the functions that select by masks.
+        selecting: the code of the functions that select by masks, or call such.
     """
     codes = {}
     for code in selecting:
-        if not explaining.is_users(code.co_filename):
-            continue
         with contextlib.suppress(rewriting.CannotRewriteError):
             codes[code] = rewriting.with_guards(code)
     guards = Guards(codes)
     if not codes:
         return guards
-    run = _tried(step, guards, ())
-    if run is None or not run.masks or not run.conditions:
+    run = _tried(step, guards, (), _forward_alone)
+    empty = (
+        _tried(step, guards, run.masks, _forward_alone) if run is not None and run.masks and run.conditions else None
+    )
+    if run is None or empty is None:
         return Guards()
-    trials = [(emptied, _tried(step, guards, emptied)) for emptied in _choices(run.masks)]
-    wanted: dict[Guard, bool] = {}
-    for emptied, trial in trials:
-        if emptied == run.masks and trial is not None:
-            zeros = {guard: found for guard, found in trial.conditions.items() if all(one.is_zero for one in found)}
-            wanted = {guard: found[0].answer for guard, found in zeros.items()}
-    if _agree(step, Guards(codes, wanted), trials):
+    zeros = {guard: found for guard, found in empty.conditions.items() if all(one.is_zero for one in found)}
+    wanted = {guard: found[0].answer for guard, found in zeros.items()}
+    if _agree(step, Guards(codes, wanted), run.masks):
         return Guards(codes, wanted)
     each = [Guards(codes, {guard: answer}) for guard, answer in list(wanted.items())[:_MOST]]
-    agreeing = Guards(codes, {k: v for one in each if _agree(step, one, trials) for k, v in one.answers.items()})
-    return agreeing if _agree(step, agreeing, trials) else Guards()
+    agreeing = [one for one in each if _agree(step, one, run.masks)] if len(wanted) > 1 else []
+    together = Guards(codes, {guard: answer for one in agreeing for guard, answer in one.answers.items()})
+    return together if _agree(step, together, run.masks) else Guards()
 
 
-def _agree(step: TorchStep, guards: Guards, trials: Sequence[tuple[Collection[Made], _Trial | None]]) -> bool:
+def _agree(step: TorchStep, guards: Guards, masks: Collection[Made]) -> bool:
     """Whether a step computes the same with empty masks if conditions are told that there is something."""
     seen: set[Guard] = set()
-    for emptied, natural in trials:
-        if natural is None or not natural.is_finite():
+    for emptied in _choices(masks) if guards.answers else ():
+        natural = _tried(step, Guards(guards.codes), emptied, _outcome)
+        if natural is None or not _are_finite(natural.outcome):
             continue
-        told = _tried(step, guards, emptied)
+        told = _tried(step, guards, emptied, _outcome)
         if told is None or not natural.is_close(told):
             return False
         seen |= {guard for guard, found in natural.conditions.items() if any(one.is_zero for one in found)}
@@ -171,18 +170,17 @@ class _Trial:
     masks: frozenset[Made]
     conditions: Mapping[Guard, Sequence[_Condition]]
 
-    def is_finite(self) -> bool:
-        return all(bool(torch.isfinite(tensor).all()) for tensor in self.outcome.values())
-
     def is_close(self, other: _Trial) -> bool:
         return all(are_close(tensor, other.outcome[name]) for name, tensor in self.outcome.items())
 
 
-def _tried(step: TorchStep, guards: Guards, emptied: Collection[Made]) -> _Trial | None:
+def _tried(
+    step: TorchStep, guards: Guards, emptied: Collection[Made], run: Callable[[TorchStep], Mapping[str, Tensor]]
+) -> _Trial | None:
     """Run a step with some masks empty; None: it fails."""
     try:
         with guards.installed(step) as found, _Masks(emptied) as masks:
-            outcome = _outcome(step)
+            outcome = run(step)
     except Exception:
         # A user's module may raise anything where nothing is selected.
         return None
@@ -214,7 +212,7 @@ def idle_answers(step: TorchStep, places: Iterable[Place]) -> dict[Place, bool]:
     observed = _Masks()
     try:
         with observed:
-            _outcome(step)
+            _forward_alone(step)
     except Exception:
         # A user's module may raise anything.
         return {}
@@ -236,6 +234,7 @@ def answering(answers: Mapping[Place, bool]) -> TorchFunctionMode:
 
 def _are_idle(step: TorchStep, place: Place, masks: Collection[Made], answer: bool) -> bool:
     """Whether a step computes the same with empty masks if code is told that they are not."""
+    compared = False
     for emptied in _choices(masks):
         outcomes = []
         for answers in ({}, {place: answer}):
@@ -245,10 +244,23 @@ def _are_idle(step: TorchStep, place: Place, masks: Collection[Made], answer: bo
             except Exception:
                 # A user's module may raise anything where nothing is selected.
                 return False
-        one, other = outcomes
-        if not all(are_close(one[name], other[name]) for name in one):
+        natural, told = outcomes
+        if not _are_finite(natural):
+            continue
+        if not all(are_close(tensor, told[name]) for name, tensor in natural.items()):
             return False
-    return True
+        compared = True
+    return compared
+
+
+def _are_finite(outcome: Mapping[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in outcome.values())
+
+
+def _forward_alone(step: TorchStep) -> dict[str, Tensor]:
+    with dropout.EqualDropout(step.state.get(DROPOUT_SEED)), host_draws.as_tensors():
+        loss, after = forward(step)
+    return {**after, "loss": loss}
 
 
 def _outcome(step: TorchStep) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfuse.export import explaining
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.translation import lengths_as_tensors
 
@@ -31,12 +32,23 @@ def caller() -> Place:
     return frame.f_code, offset(frame)
 
 
+def callers(most: int) -> set[CodeType]:
+    """Return the code that called the mode whose method calls this, and of what called that, of users' functions."""
+    frame: FrameType | None = calling_frame()
+    found: set[CodeType] = set()
+    while frame is not None and len(found) < most:
+        if explaining.is_users(frame.f_code.co_filename):
+            found.add(frame.f_code)
+        frame = frame.f_back
+    return found
+
+
 def calling_frame() -> FrameType:
     """Return the frame of the code that called the mode whose method, or a function of it, calls this."""
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None
     frame = frame.f_back
-    while frame.f_code is caller.__code__ or frame.f_code.co_name == "__torch_function__":
+    while frame.f_code in (caller.__code__, callers.__code__) or frame.f_code.co_name == "__torch_function__":
         assert frame.f_back is not None
         frame = frame.f_back
     return frame
