@@ -135,6 +135,29 @@ def test_experts_without_rows_train_later(way: Callable[..., Tensor]) -> None:
         np.testing.assert_allclose(session.state_dict()[name], tensor, rtol=0, atol=1e-6)
 
 
+def with_dropout(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    for expert in range(EXPERTS):
+        mask = (chosen == expert).any(-1)
+        if not mask.any():
+            continue
+        total[mask] += F.dropout(module.experts[expert](x[mask]), 0.5, module.training)
+    return F.dropout(total, 0.5, module.training)
+
+
+def test_dropout_behind_such_a_condition() -> None:
+    torch.manual_seed(0)
+    module = Experts(with_dropout)
+    step = export_training_step(module, F.cross_entropy, batch(2), dynamic_shapes=DYNAMIC, evaluation=True)
+    session = TrainingSession(step)
+    x, y = (tensor.numpy() for tensor in batch(40))
+    # Each step draws anew, and the evaluation does not.
+    assert len({session.step(x, y) for _ in range(3)}) == 3
+    module.eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(session.evaluate(x), module(batch(40)[0]), rtol=0, atol=1e-6)
+
+
 def at_least_two(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
     total = x.new_zeros(len(x), 7)
     for expert in range(EXPERTS):

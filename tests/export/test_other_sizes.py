@@ -322,6 +322,14 @@ class InEvaluation(nn.Module):
         return result if self.training else _looked_up({"9": 2.0})(result)
 
 
+def test_labels_that_look_like_ends_stay_labels() -> None:
+    # They go from 0 to the size of the batch; 5, the size that is tried, would be no class.
+    batch = (torch.randn(2, 4),), (torch.tensor([0, 2]),)
+    module = nn.Linear(4, 3)
+    step = export_training_step(module, F.cross_entropy, batch, dynamic_shapes=(({0: "n"},), ({0: "n"},)))
+    assert_like_torch(step, module, F.cross_entropy, ((torch.randn(4, 4),), (torch.arange(4) % 3,)))
+
+
 def test_lengths_that_are_the_size_of_an_axis_grow_with_it() -> None:
     """Those of CTC may be at most the size, and PyTorch refuses others."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import threading
 import warnings
@@ -298,7 +299,12 @@ def _exported(
         parts.begin("tracing")
         taken = branches.branches_of(step)
         if taken.computes_more(step):
-            native = branches.run_both_sides(step, taken).without_values()
+            if native.dropouts and taken.guarded and not taken.selections.codes:
+                # What code leaves out draws no numbers, and those that follow would be others.
+                step = dataclasses.replace(step, within=functools.partial(taken.told, step))
+            more = branches.run_both_sides(step, taken)
+            own = verifying.own_outputs(more) if step.within is not None else own
+            native = more.without_values()
         # Of what only some batches have a gradient of too.
         described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
         with verifying.traced_as_run(step):

@@ -48,7 +48,7 @@ from gradfuse.export.emptiness import Guards, answering, guards_of, idle_answers
 from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
 from gradfuse.export.observing import ASKS, Place, are_close, caller, callers, calling_frame, forward, offset
 from gradfuse.export.reporting import WHO, refusal
-from gradfuse.export.selections import CannotSelectError, Decisions, Found, Selections, Trial, Written
+from gradfuse.export.selections import CannotSelectError, Decisions, DrawsForNothing, Found, Selections, Trial, Written
 from gradfuse.export.sizes_in_tensors import SizesInTensors
 from gradfuse.export.sparse_matrices import SparseProducts
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
@@ -121,7 +121,18 @@ class Branches:
 
     def computes_more(self, step: TorchStep) -> bool:
         """Whether the traced step computes what PyTorch leaves out for some batches."""
-        return bool(self.selections.codes or self.idle or self.guards.answers) or adaptive_softmax.is_in(step)
+        return self.guarded or bool(self.selections.codes) or adaptive_softmax.is_in(step)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether it runs code on empty masks that a condition guards."""
+        return bool(self.idle or self.guards.answers)
+
+    @contextlib.contextmanager
+    def told(self, step: TorchStep) -> Iterator[None]:
+        """Let a module run what guards the use of empty masks."""
+        with self.guards.installed(step), answering(self.idle), DrawsForNothing():
+            yield
 
 
 def branches_of(step: TorchStep) -> Branches:
@@ -375,10 +386,11 @@ def run_both_sides(step: TorchStep, branches: Branches) -> Outcome:
     """
     # What a side has saved for its gradient is put back for the other one.
     saved = torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor)
-    with branches.guards.installed(step), answering(branches.idle), adaptive_softmax.traced():
-        with both_sides(step, branches) as decisions, saved:
-            outcome = step.run()
-    return dataclasses.replace(outcome, dropouts=outcome.dropouts + decisions.found.undrawn)
+    told = branches.told(step) if branches.guarded and step.within is None else contextlib.nullcontext()
+    with told, adaptive_softmax.traced(), both_sides(step, branches) as decisions, saved:
+        outcome = step.run()
+    undrawn = 0 if branches.guarded else decisions.found.undrawn
+    return dataclasses.replace(outcome, dropouts=outcome.dropouts + undrawn)
 
 
 class _Items(TorchFunctionMode):

@@ -84,12 +84,21 @@ class OtherSizes:
         """Yield the step with batches of these sizes; later ones for modules that do not take the earlier ones."""
         changes = self._changes(step)
         totals = {size for tensor in step.batch.values() for size in tensor.shape}
-        for fitted, repeats in ((False, True), (True, True), (False, False)):
+        ends = {name for name, tensor in step.batch.items() if _are_ends(tensor, totals)}
+        ways = [
+            (ends, False, True),
+            (ends, True, True),
+            (ends, False, False),
+            *([(set(), False, True)] if ends else []),
+        ]
+        if ends:  # They may be labels.
+            ways.append((set(), False, True))
+        for ends, fitted, repeats in ways:
             tensors = {}
             for name, tensor in step.batch.items():
                 sizes = {axis: size for (one, axis), size in self.sizes.items() if one == name}
                 tensors[name] = _resized(tensor.detach(), sizes, repeats=repeats)
-                if tensors[name].numel() and _are_ends(tensor, totals):
+                if tensors[name].numel() and name in ends:
                     tensors[name] = _ending(tensors[name], changes.get(int(tensor[-1]), int(tensor[-1])))
                 elif fitted:
                     tensors[name] = _fitted(tensors[name], changes)

@@ -256,6 +256,17 @@ class Found(TorchFunctionMode):
         return vector if isinstance(size, int) and 0 < size <= _MOST_CANDIDATES else None
 
 
+class DrawsForNothing(TorchFunctionMode):
+    """Let a dropout of an empty tensor draw a number, as that of an exported step does, whatever is in its input."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if getattr(func, "__name__", "") in _DROPOUTS and isinstance(args[0] if args else None, Tensor):
+            if _is_undrawn(*args, **named):
+                torch.empty(1).bernoulli_(0.5)
+        return func(*args, **named)
+
+
 def _is_undrawn(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None
 ) -> bool:

@@ -152,6 +152,7 @@ class TorchStep:
         frozen_inputs: the names of the frozen weights that are inputs of the model.
         hooks: trainable parameter -> the hooks on its gradient.
         probed: the hooks that the code registers and that runs replace by others, which `gradient_hooks.probe` defines.
+        within: gives what module and loss run within, unless they are traced; None: nothing.
     """
 
     module: nn.Module
@@ -175,6 +176,7 @@ class TorchStep:
     frozen_inputs: tuple[str, ...] = ()
     hooks: Mapping[str, Sequence[Hook]] = dataclasses.field(default_factory=dict)
     probed: Collection[gradient_hooks.Kind] = ()
+    within: Callable[[], contextlib.AbstractContextManager[object]] | None = None
 
     @classmethod
     def of(
@@ -407,7 +409,8 @@ class TorchStep:
         """
         self.place(state)
         device = next(iter(state.values())).device.type
-        with torch.autocast(device, self.autocast) if self.autocast is not None else contextlib.nullcontext():
+        within = contextlib.nullcontext if self.within is None or torch.compiler.is_exporting() else self.within
+        with within(), torch.autocast(device, self.autocast) if self.autocast else contextlib.nullcontext():
             with watch.watching() if watch is not None else contextlib.nullcontext():
                 output = self.call_module(inputs)
             if watch is not None:
