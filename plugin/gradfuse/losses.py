@@ -308,7 +308,7 @@ class SoftMarginLoss(Loss):
         return "logits"
 
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
-        return self._reduced((-(output * targets[0])).op("Softplus"))
+        return self._reduced((-(output * targets[0])).softplus())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,7 +383,7 @@ class BCEWithLogitsLoss(Loss):
     def forward(self, output: Tensor, targets: Sequence[Tensor], rank: int) -> Tensor:
         target = targets[0]
         # -log sigmoid(x) = softplus(-x), and -log (1 - sigmoid(x)) = softplus(-x) + x.
-        negative_log = (-output).op("Softplus")
+        negative_log = (-output).softplus()
         if self.pos_weight is None:
             return self._reduced((1 - target) * output + negative_log)
         weight = target * (output.tape.constant(self.pos_weight, output.dtype) - 1) + 1

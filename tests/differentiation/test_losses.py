@@ -86,6 +86,34 @@ def test_losses_are_torchs(case: int, fuse: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("loss", "by_torch", "target"),
+    [
+        ("bce_with_logits", F.binary_cross_entropy_with_logits, SHARES),
+        (
+            losses.BCEWithLogitsLoss("sum", pos_weight=WEIGHT),
+            nn.BCEWithLogitsLoss(reduction="sum", pos_weight=torch.tensor(WEIGHT).double()),
+            ONE_HOT,
+        ),
+        ("soft_margin", lambda p, y: F.softplus(-p * y).mean(), SIGNS),
+    ],
+)
+@pytest.mark.parametrize("size", [0.0, 1.0, 1000.0])
+@pytest.mark.parametrize("opset", [17, 18])
+def test_losses_of_float64_are_torchs(loss: Any, by_torch: Any, target: Tensor, size: float, opset: int) -> None:
+    """onnxruntime has no Softplus of float64, and its body, which ONNX has from opset 18 on, is soon infinite."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["": {opset}]> g (double[N, 2] x) => (double[N, 3] p) {{ p = MatMul(x, w) }}'
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(W.double().numpy(), "w"))
+    session = TrainingSession(build_training_step(model, loss))
+    x, w = X.double() * size, W.double().requires_grad_()
+    value = by_torch(x @ w, target.double())
+    np.testing.assert_allclose(session.step(x, target.double()), value.item(), rtol=1e-13)
+    expected = torch.autograd.grad(value, w)[0].numpy()
+    np.testing.assert_allclose(session.gradients["w"], expected, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize(
     ("kind", "options", "text"),
     [
         (losses.SmoothL1Loss, {"beta": -1.0}, "SmoothL1Loss: beta is -1.0; expected a number from 0 on"),

@@ -315,6 +315,15 @@ class Tensor:
     def sigmoid(self) -> Tensor:
         return self.op("Sigmoid")
 
+    def softplus(self) -> Tensor:
+        """Return log(1 + exp(x)); of float64 onnxruntime's Softplus has no kernel, and its body is soon infinite."""
+        if self.dtype != ir.DataType.DOUBLE:
+            return self.op("Softplus")
+        small = (-self.op("Abs")).exp()
+        more = small + 1.0
+        # The sum rounds small numbers off, which the second term adds again.
+        return self.op("Max", 0.0) + (more.log() + (small - (more - 1.0)) / more)
+
     def matmul(self, other: Tensor) -> Tensor:
         return self.op("MatMul", other)
 
