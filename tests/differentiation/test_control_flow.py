@@ -53,6 +53,34 @@ def test_scans_of_all_directions_and_axes(direction: int, out_direction: int, ax
     require_torchs(model, feeds, by_torch, ["s", "x", "w"])
 
 
+@pytest.mark.parametrize("operator", ["Loop", "Scan"])
+def test_the_gradient_of_a_carried_matrix_is_read_by_that_of_a_weight(operator: str) -> None:
+    """onnxruntime does not run a body whose output is a copy of what a product reads, if the product is added to."""
+    turn = "product = MatMul(now, w) total = Add(product, before) after = Tanh(total)"
+    scan = f"""y = Scan <num_scan_inputs = 1, body =
+        step (float[2, 3] before, float[2, 3] now) => (float[2, 3] after) {{ {turn} }}> (s, x)"""
+    loop = f"""y = Loop <body = step (int64 k, bool go, float[2, 3] before) => (bool on, float[2, 3] after) {{
+        now = Gather(x, k)
+        {turn}
+        on = Identity(go)
+    }}> (count, yes, s)"""
+    model = model_of(
+        "float[2, 3] s, float[4, 2, 3] x, float[3, 3] w",
+        {"Loop": loop, "Scan": scan}[operator],
+        output="float[2, 3] y",
+        constants="int64 count = {4}, bool yes = {1}",
+    )
+
+    def by_torch(s: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        for now in x:
+            s = (now @ w + s).tanh()
+        return s
+
+    feeds = {"s": numbers(2, 3), "x": numbers(4, 2, 3, seed=1), "w": numbers(3, 3, seed=2)}
+    for names in (["w"], ["s", "x", "w"]):
+        require_torchs(model, feeds, by_torch, names)
+
+
 def test_a_scan_whose_gradient_reads_nothing_of_its_turns() -> None:
     model = model_of(
         "float[2] s, float[T, 2] x",

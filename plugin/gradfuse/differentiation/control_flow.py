@@ -53,9 +53,8 @@ def of_branches(
         _rename(body, f"{prefix}/{name}/", node)
         inner = Tape(f"{prefix}/{name}/gradient/", tape.opset)
         found = walk(body, inner, _seeds(inner, zip(body.outputs, dy, strict=True)), captured)
-        results = [found[value].op("Identity") if value in found else inner.of(value).zeros() for value in captured]
-        body.extend(inner.nodes)
-        body.outputs[:] = [_typed(result.value, value) for result, value in zip(results, captured, strict=True)]
+        results = [found[value] if value in found else inner.of(value).zeros() for value in captured]
+        _end(body, inner, [(result, value) for result, value in zip(results, captured, strict=True)])
         branches[name] = body
     outputs = [_typed(ir.Value(name=f"{prefix}.{k}"), value) for k, value in enumerate(captured)]
     tape.nodes.append(ir.node("If", node.inputs, branches, name=prefix, outputs=outputs))
@@ -97,10 +96,11 @@ class _Back:
 
     Attributes:
         body: the nodes of the forward body and those of its gradient; its inputs and outputs are not set yet.
-        state: the gradients of carried values and the sums for captured ones: before and after the iteration.
+        before: the gradients of carried values and the sums for captured ones ahead of the iteration.
+        after: these behind it, each with a value of its type and shape.
         starts: what the state begins with.
         results: what the state ends as the gradient of, None where nobody asks.
-        slices: input of the forward body -> the gradient of the slice of a Scan's input.
+        slices: inputs of the forward body whose slices of a Scan's input have a gradient -> these.
         of_slices: k -> the gradient of the body's k-th sliced output.
     """
 
@@ -113,10 +113,11 @@ class _Back:
             if not isinstance(value.type, ir.TensorType):
                 raise error_of(loop.node, f"{value.name!r}, which it carries along, is no tensor; expected tensors")
         self.inner = Tape(f"{self.prefix}/gradient/", tape.opset)
-        self.state: list[tuple[ir.Value, ir.Value]] = []
+        self.before: list[ir.Value] = []
+        self.after: list[tuple[Tensor, ir.Value]] = []
         self.starts: list[Tensor] = []
         self.results: list[tuple[ir.Value, int | None]] = []
-        self.slices: dict[int, ir.Value] = {}
+        self.slices: dict[int, Tensor] = {}
         self.of_slices: dict[int, ir.Value] = {}
 
     def write(self, captured: Sequence[ir.Value], walk: Walk) -> None:
@@ -159,14 +160,13 @@ class _Back:
         for k in sliced:
             value = body.inputs[k]
             if self.active[k] and may_be_float(value):
-                result = found[value].op("Identity") if value in found else inner.of(value).zeros()
-                self.slices[k] = _typed(result.value, value)
-        body.outputs[:] = [*(after for _, after in self.state), *self.slices.values()]
-        body.extend(inner.nodes)
+                self.slices[k] = found[value] if value in found else inner.of(value).zeros()
+        _end(body, inner, [*self.after, *((result, body.inputs[k]) for k, result in self.slices.items())])
         _prune(body)
 
     def _carry(self, before: ir.Value, after: Tensor, like: ir.Value) -> None:
-        self.state.append((before, _typed(after.op("Identity").value, like)))
+        self.before.append(before)
+        self.after.append((after, like))
 
     def as_scan(self, needed: Collection[int]) -> list[tuple[ir.Value, Tensor]]:
         """Write the gradient of a Scan: one that goes the other way."""
@@ -198,7 +198,7 @@ class _Back:
             source = node.inputs[loop.carried]
             assert source is not None
             given.append((source, body.inputs[loop.carried], axes[0], 1 - directions[0]))
-        body.inputs[:] = [*(before for before, _ in self.state), *(value for _, value, _, _ in given)]
+        body.inputs[:] = [*self.before, *(value for _, value, _, _ in given)]
         sequences = [node.inputs[k] for k in self.slices]
         outputs = [_typed(ir.Value(name=f"{self.prefix}.{k}"), value) for k, (value, _) in enumerate(self.results)]
         outputs += [
@@ -255,8 +255,8 @@ class _Back:
         still = ir.node("Identity", [going], name=f"{self.prefix}/still")
         _typed(still.outputs[0], going).name = f"{self.prefix}/still"
         body.extend([*ahead.nodes, *nodes, still])
-        body.inputs[:] = [turn, going, *(before for before, _ in self.state)]
-        body.outputs[:] = [still.outputs[0], *(after for _, after in self.state)]
+        body.inputs[:] = [turn, going, *self.before]
+        body.outputs.insert(0, still.outputs[0])
         outputs = [_typed(ir.Value(name=f"{self.prefix}.{k}"), value) for k, (value, _) in enumerate(self.results)]
         starts = [start.value for start in self.starts]
         self._append("Loop", [count.value, None, *starts], {"body": body}, outputs)
@@ -273,6 +273,23 @@ class _Back:
             for (value, index), output in zip(self.results, outputs, strict=False)
             if index is None or index in needed
         ]
+
+
+def _end(body: ir.Graph, tape: Tape, results: Iterable[tuple[Tensor, ir.Value]]) -> None:
+    """Append what a tape has to a body, and make results its outputs, of the types and shapes of other values.
+
+    A result is copied only if the body does not compute it, or has it as an output already. onnxruntime 1.31 takes
+    copies away, and does not run a body where the sum of a product and something reads what was copied.
+    """
+    computed = {value for node in (*body, *tape.nodes) for value in node.outputs}
+    outputs: list[ir.Value] = []
+    for result, like in results:
+        value = result.value
+        if value not in computed or value in outputs:
+            value = result.op("Identity").value
+        outputs.append(_typed(value, like))
+    body.outputs[:] = outputs
+    body.extend(tape.nodes)
 
 
 def _true(tape: Tape) -> Tensor:
