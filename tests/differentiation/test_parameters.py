@@ -693,3 +693,70 @@ def test_scales_of_blocks_that_would_train_are_named() -> None:
     x = np.ones((2, 4), np.float32)
     (y,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})
     assert list(step.parameters) == ["b"] and TrainingSession(step).step(x, y) < 1e-10
+
+
+def test_a_pattern_selects_what_the_loss_depends_on() -> None:
+    """Models of several outputs have weights that one loss does not depend on; what a name stands for, it must."""
+    model = onnx.parser.parse_model(
+        HEAD + "g (float[N, 2] x) => (float[N, 2] y, float[N, 2] z) <float[2, 2] head_y = {1, 2, 3, 4}, "
+        "float[2, 2] head_z = {1, 2, 3, 5}> { y = MatMul(x, head_y) z = MatMul(x, head_z) }"
+    )
+    assert list(quietly(model, trainable="head_*").parameters) == ["head_y"]
+    assert list(quietly(model, trainable=["head_?", "head_y"]).parameters) == ["head_y"]
+    for names in (["head_z", "head_y"], ["*_z", "*_y"]):
+        with pytest.raises(ArgumentError, match="the loss does not depend on 'head_z'; expected what it depends on"):
+            build_training_step(model, "mse", trainable=names)
+    for argument in ("trainable", "frozen"):
+        with pytest.raises(ArgumentError, match=f"{argument} is 3; expected names or patterns"):
+            build_training_step(model, "mse", **{argument: 3})  # type: ignore[arg-type]
+
+
+BYTES = "int8[4, 3] q = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, float[3] s = {0.5, 0.3, 0.7}, int8[3] z = {0, 0, 0}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "b = com.microsoft.DequantizeLinear <axis = 1> (q, s, z) h = MatMul(x, b)",
+        "h = com.microsoft.DynamicQuantizeMatMul(x, q, s)",
+        "c, t, n = DynamicQuantizeLinear(x) h = com.microsoft.MatMulIntegerToFloat(c, q, t, s, n)",
+        "c = com.microsoft.QuantizeLinear(x, p, o) b = com.microsoft.DequantizeLinear(c, p, o) h = MatMul(b, v)",
+    ],
+)
+def test_heads_train_behind_layers_that_onnxruntime_has_quantised(body: str) -> None:
+    """ONNX infers no shapes of its operators, and their scales have no gradient."""
+    declared = f"{BYTES}, float p = {{0.05}}, uint8 o = {{100}}, float[4, 3] v = {{{', '.join('123456789123')}}}"
+    text = f"""<ir_version: 9, opset_import: ["": 18, "com.microsoft": 1]> g (float[N, 4] x) => (float[N, 2] y, h)
+        <{declared}, float[3, 2] w = {{1, 2, 3, 4, 5, 7}}> {{ {body} y = MatMul(h, w) }}"""
+    model = onnx.parser.parse_model(text)
+    model.graph.output[1].CopyFrom(onnx.helper.make_tensor_value_info("h", onnx.TensorProto.FLOAT, None))
+    frozen = ["v"] if "v)" in body else None
+    x = X[:, :4].numpy()
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    y, h = onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, {"x": x})
+    step = quietly(model, frozen=frozen)
+    session = TrainingSession(step)
+    assert list(step.parameters) == ["w"]
+    np.testing.assert_allclose(session.step(x, np.zeros_like(y)), np.square(y, dtype=np.float64).mean(), rtol=1e-5)
+    np.testing.assert_allclose(session.gradients["w"], h.T.astype(np.float64) @ y * 2 / y.size, rtol=1e-5)
+
+
+def test_scales_of_a_quantised_embedding_stay() -> None:
+    """As models of int4 begin that onnxruntime-genai writes."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
+        g (int64[N] ids) => (float[N, 2] y, float[N, 16] h) <float[3, 1] s = {0.5, 0.25, 0.75}> {
+            h = com.microsoft.GatherBlockQuantized <block_size = 16, quantize_axis = 1, gather_axis = 0> (q, ids, s)
+            y = MatMul(h, w)
+        }"""
+    )
+    model.graph.initializer.append(onnx.helper.make_tensor("q", onnx.TensorProto.UINT4, [3, 16], [*range(16)] * 3))
+    weight = np.arange(32, dtype=np.float32).reshape(16, 2) / 32
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    ids = np.array([2, 0, 2])
+    y, h = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"ids": ids})
+    session = TrainingSession(quietly(model))
+    session.step(ids, np.zeros_like(y))
+    assert session.gradients.keys() == {"w"}
+    np.testing.assert_allclose(session.gradients["w"], h.T.astype(np.float64) @ y * 2 / y.size, rtol=1e-5)

@@ -125,6 +125,20 @@ def test_declarations_that_do_not_fit_are_left(change: str, kind: str, tmp_path:
     assert np.abs(np.asarray(session.evaluate(X)) - wanted).max() <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["None", "?", "-1"])
+@pytest.mark.parametrize("kind", ["proto", "path", "ir"])
+def test_sizes_that_converters_call_unknown_may_differ(name: str, kind: str, tmp_path: Path) -> None:
+    """Several dimensions have one such name, which onnxruntime does not take for one size."""
+    model = onnx.parser.parse_model(LINEAR.replace("[N, 3]", "[N, M, 3]").replace("[N, 2]", "[N, M, 2]"))
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim[:2]:
+            dim.dim_param = name
+    session = TrainingSession(build_training_step(given(model, kind, tmp_path), "mse"))
+    x = np.stack([X, X + 1, X - 1])
+    (wanted,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    assert abs(session.step(x, np.zeros_like(wanted)) - np.square(wanted).mean()) <= 1e-4
+
+
 def test_initializers_that_are_inputs_too_are_parameters(tmp_path: Path) -> None:
     """As IR version 3 asks for; the sizes of a Reshape among them are known."""
     model = onnx.parser.parse_model(

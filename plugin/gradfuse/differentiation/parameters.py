@@ -47,7 +47,11 @@ _FIXED: Mapping[tuple[str, str], Collection[int]] = {
     ("", "STFT"): {2},
     ("", "SoftmaxCrossEntropyLoss"): {2},
     ("", "Upsample"): {1},
+    (_MICROSOFT, "DequantizeLinear"): {1},
+    (_MICROSOFT, "DynamicQuantizeMatMul"): {2},
+    (_MICROSOFT, "GatherBlockQuantized"): {2},
     (_MICROSOFT, "GroupQueryAttention"): {3, 4, 7, 8},
+    (_MICROSOFT, "MatMulIntegerToFloat"): {2, 3},
     (_MICROSOFT, "RotaryEmbedding"): {2, 3},
 }
 """Inputs for settings and tables: tensors stored for them are not parameters."""
@@ -101,7 +105,7 @@ class Choice:
         copies: parameter -> another one of its values, or of those transposed.
         parts: a parameter that the caller has named -> tensors that other layers read in its place, which stay.
         doubled: nodes that add or join two values, which are one that is trained.
-        named: whether the caller has named the parameters.
+        named: name or pattern that the caller has given -> the parameters that it selects; None where all are to train.
         weights: the model's other weights, and running statistics, which stay as they are.
     """
 
@@ -111,7 +115,7 @@ class Choice:
     copies: dict[str, str]
     parts: dict[str, list[str]]
     doubled: list[ir.Node]
-    named: bool
+    named: Mapping[str, list[str]] | None
     weights: list[str]
 
 
@@ -496,9 +500,10 @@ def choose(
         names = names or _numbers(store, values, found)
         left_out = [name for name, one in found.items() if one is Verdict.DOUBTFUL and name not in names]
     problems: list[str] = []
-    if trainable is not None:
-        names = _matching(store, "trainable", trainable, values, found, problems)
-    kept = set() if frozen is None else set(_matching(store, "frozen", frozen, values, found, problems))
+    named = None if trainable is None else _matching(store, "trainable", trainable, values, found, problems)
+    if named is not None:
+        names = _joined(named)
+    kept = set() if frozen is None else set(_joined(_matching(store, "frozen", frozen, values, found, problems)))
     if problems:
         raise ArgumentError(f"{_WHO}: {listed(problems, quoted=False)}; expected float initializers")
     names = [name for name in names if name not in kept]
@@ -515,7 +520,9 @@ def choose(
     left_out = [name for name in left_out if name not in kept]
     doubled = _doubled(store, {values[name] for name in names}) if store.has_scopes else []
     parts = {name: ones for name, ones in parts.items() if ones}
-    return Choice(names, left_out, shared, copies, parts, doubled, named=trainable is not None, weights=others)
+    if named is not None:
+        named = {pattern: [name for name in matched if name not in kept] for pattern, matched in named.items()}
+    return Choice(names, left_out, shared, copies, parts, doubled, named, weights=others)
 
 
 def _numbers(store: Store, values: Mapping[str, ir.Value], found: Mapping[str, Verdict]) -> list[str]:
@@ -531,12 +538,14 @@ def _matching(
     values: Mapping[str, ir.Value],
     found: Mapping[str, Verdict],
     problems: list[str],
-) -> list[str]:
-    """Return what patterns match: parameters, and where one matches none of these, what else it matches.
+) -> dict[str, list[str]]:
+    """Return what each pattern matches: parameters, and where it matches none of these, what else it matches.
 
     What is wrong with patterns is added to `problems`.
     """
-    matched: dict[str, None] = {}
+    if not isinstance(patterns, Iterable):
+        raise ArgumentError(f"{_WHO}: {argument} is {patterns!r}; expected names or patterns")
+    matched: dict[str, list[str]] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if not isinstance(pattern, str):
             raise ArgumentError(f"{_WHO}: {argument} has {pattern!r}; expected names or patterns")
@@ -544,8 +553,12 @@ def _matching(
         weights = [name for name in every if found[name] is Verdict.PARAMETER or name == pattern]
         if not every:
             problems.append(f"{argument} has {pattern!r}, which {_unmatched(store, pattern, values)}")
-        matched |= dict.fromkeys(weights or every)
-    return list(matched)
+        matched[pattern] = weights or every
+    return matched
+
+
+def _joined(matched: Mapping[str, Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(name for names in matched.values() for name in names))
 
 
 def _unmatched(store: Store, pattern: str, values: Mapping[str, ir.Value]) -> str:

@@ -404,7 +404,8 @@ def _built(
     separate(store)
     if tie:
         tie_tensors(store, tie)
-    trainable = trainable if trainable is None or isinstance(trainable, str) else list(trainable)
+    if isinstance(trainable, Iterable) and not isinstance(trainable, str):
+        trainable = list(trainable)
     choice = _choice(store, trainable, frozen, asked_for, frozen_inputs)
     if straight_through:
         choice = _without_scales(choice, pairs.scales(work), trainable)
@@ -473,7 +474,8 @@ def _built(
     )
     if straight_through:
         pairs.part_pairs(work)
-    parameters = _with_gradients(asked, initializers, found, choice.named)
+    named = [[aside.get(name, name) for name in names] for names in (choice.named or {}).values()]
+    parameters = _with_gradients(asked, initializers, found, named)
     for name in (*asked_for.trained, *asked_for.gradients):
         if aside.get(name, name) not in parameters and all(value.name != aside.get(name, name) for value in wanted):
             raise ArgumentError(f"{_WHO}: the loss does not depend on the input {name!r}; expected that it does")
@@ -586,11 +588,11 @@ def _require_options(
 
 def _choice(store: Store, trainable: Any, frozen: Any, asked: _Asked, weights: bool) -> Choice:
     """Return the parameters, with the inputs that become some."""
-    only = asked.trained and trainable is not None and not isinstance(trainable, str) and not list(trainable)
+    only = asked.trained and isinstance(trainable, list) and not trainable
     choice = choose(store, None if only else trainable, None if only else frozen, weights=weights)
     if only:
         others = [*choice.names, *choice.weights] if weights else []
-        choice = Choice([], [], [], {}, {}, [], named=False, weights=others)
+        choice = Choice([], [], [], {}, {}, [], named=None, weights=others)
     return dataclasses.replace(choice, names=[*choice.names, *asked.trained])
 
 
@@ -598,7 +600,7 @@ def _without_scales(choice: Choice, scales: Collection[str], trainable: Any) -> 
     """Return the parameters without the scales of pairs, which are constants of the step."""
     names = [name for name in choice.names if name not in scales]
     asked = [name for name in choice.names if name in scales and name in (trainable or ())]
-    if asked or (choice.named and not names):
+    if asked or (choice.named is not None and not names):
         name = asked[0] if asked else next(iter(choice.names))
         raise ArgumentError(
             f"{_WHO}: trainable has {name!r}, the scale of a pair that quantises, which straight_through leaves as it "
@@ -907,12 +909,13 @@ def _with_gradients(
     asked: Sequence[str],
     initializers: Mapping[str, ir.Value],
     found: Mapping[ir.Value, Tensor],
-    named: bool,
+    named: Iterable[Sequence[str]],
 ) -> list[str]:
+    """Return the parameters that have a gradient; of what each name or pattern of the caller selects, one must."""
     parameters = [name for name in asked if initializers[name] in found]
-    if named and len(parameters) < len(asked):
-        missing = listed(name for name in asked if name not in parameters)
-        raise ArgumentError(f"{_WHO}: the loss does not depend on {missing}; expected what it depends on")
+    missing = [name for selected in named if not {*selected} & {*parameters} for name in selected]
+    if missing:
+        raise ArgumentError(f"{_WHO}: the loss does not depend on {listed(missing)}; expected what it depends on")
     if not parameters:
         raise ArgumentError(f"{_WHO}: the loss depends on no float initializer; expected at least one")
     return parameters

@@ -38,6 +38,8 @@ _IrModel = ir.Model
 NEWEST_OPSET = onnx.defs.onnx_opset_version()
 _CONVERTIBLE_OPSET = 7  # older versions still broadcast by attributes
 _NUMBERED = re.compile(r"unk__\d+")
+_NO_NAMES = frozenset({"?", "None", "-1"})
+"""What converters call every dimension whose size varies."""
 _OPSETS = f"{OLDEST_OPSET} to {NEWEST_OPSET}"
 
 
@@ -283,8 +285,9 @@ def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
 def _free_unknown_sizes(model: ir.Model) -> None:
     """Make dimensions that carry no information anonymous.
 
-    PaddlePaddle writes -1 for those that vary, which onnxruntime takes. onnx's inference numbers the sizes of results
-    that it does not know from 0 on in each model: where two have been merged, one name stands for two sizes.
+    PaddlePaddle writes -1 for those that vary, and other converters "None" or "?", which onnxruntime takes. onnx's
+    inference numbers the sizes of results that it does not know from 0 on in each model: where two have been merged,
+    one name stands for two sizes.
     """
     inputs = set(model.graph.inputs)
     for graph in model.graphs():
@@ -299,7 +302,9 @@ def _free_unknown_sizes(model: ir.Model) -> None:
 def _says_nothing(dim: int | ir.SymbolicDim, *, is_input: bool) -> bool:
     if isinstance(dim, int):
         return dim < 0
-    return not is_input and dim.value is not None and bool(_NUMBERED.fullmatch(dim.value))
+    if dim.value is None:
+        return False
+    return dim.value in _NO_NAMES or (not is_input and bool(_NUMBERED.fullmatch(dim.value)))
 
 
 def _with_one_default_domain(model: ir.Model) -> ir.Model:

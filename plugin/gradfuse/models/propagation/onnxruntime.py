@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from gradfuse.models.propagation.elements import INT64, as_sizes
 from gradfuse.models.propagation.facts import Operands, Result, length_of, rule
-from gradfuse.models.propagation.operators import concat, reduce, split
+from gradfuse.models.propagation.operators import concat, matmul, reduce, split
 from gradfuse.models.propagation.sizes import Sizes, Unknown, broadcast, normal_axis
 
 _ORT = "com.microsoft"
@@ -120,6 +120,22 @@ def _concat_training(operands: Operands) -> list[Result]:
     parts = np.empty(count, object)
     parts[:] = [shape[normal_axis(operands.attribute("axis"), len(shape))] for shape in shapes]
     return [*concat(operands), (INT64, [count], parts)]
+
+
+@rule("QuantizeLinear", "DequantizeLinear", domain=_ORT)
+def _quantized(operands: Operands) -> list[Result]:
+    """Of the type of the scale, or of the zero point, which is a byte where it is left out."""
+    if operands.node.op_type == "DequantizeLinear":
+        dtype = operands.dtype(1)
+    else:
+        dtype = ir.DataType.UINT8 if operands.value(2) is None else operands.dtype(2)
+    return [(dtype, [*operands.sizes()], None)]
+
+
+@rule("DynamicQuantizeMatMul", "MatMulIntegerToFloat", domain=_ORT)
+def _product_of_integers(operands: Operands) -> list[Result]:
+    """Of the type of the scales."""
+    return [(operands.dtype(2), matmul(operands)[0][1], None)]
 
 
 rule("SplitTraining", domain=_ORT)(split)

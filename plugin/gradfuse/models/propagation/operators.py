@@ -413,7 +413,7 @@ def _gather_nd(operands: Operands) -> list[Result]:
 
 
 @rule("MatMul")
-def _matmul(operands: Operands) -> list[Result]:
+def matmul(operands: Operands) -> list[Result]:
     a, b = operands.sizes(0), operands.sizes(1)
     if not a or not b:
         raise Unknown
