@@ -191,6 +191,21 @@ def test_sizes_that_a_model_cannot_run_with_are_drawn_again() -> None:
     assert gradfuse.check(parsed(text), parsed(text)).ok
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(float[1, 1, 2, 2] x) => (y) <float[4] s = {1, 1, 1, 2}, int64[2] axes = {0, 1}> "
+        '{ z = Resize <mode = "nearest"> (x, , s) y = Squeeze(z, axes) }',
+        "(float[4] x) => (y) <float[2] s = {2, 2}> { sizes = Cast <to = 7> (s) y = Reshape(x, sizes) }",
+    ],
+)
+def test_sizes_that_follow_from_weights_are_not_moved_by_a_rounding(text: str) -> None:
+    model = parsed(f'<ir_version: 9, opset_import: ["": 18]> g {text}')
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", TensorProto.FLOAT, None))
+    for seed in range(4):
+        assert gradfuse.check(model, model, seed=seed).ok
+
+
 def test_too_few_runs_are_refused() -> None:
     with pytest.raises(ArgumentError, match="check: runs is 0; expected at least 1"):
         gradfuse.check(small_models.forward(), small_models.forward(), runs=0)

@@ -30,6 +30,8 @@ _Array = npt.NDArray[Any]
 
 _NUDGES = 3
 """How many runs tell what moving every input and weight by one rounding does."""
+_RESIZES = frozenset({"Resize", "Upsample"})
+"""Operators whose other inputs than the first are scales, on which the size of the output depends."""
 _ATTEMPTS = 8
 """Sizes that a model cannot run with, as it has constants of one size only, are drawn again, so often at most."""
 _LARGEST_COPY_BYTES = 2**29
@@ -133,9 +135,11 @@ class _Pair:
             for roundings in (kernels, bounds.SMALL_ROUNDING)
         )
         weights = (value.const_value for value in self._model.graph.initializers.values())
-        nudges_weights = small and any(weight is not None and _is_nudged(weight) for weight in weights)
-        rng = np.random.default_rng([seed])
-        self._rounded = Session(self._with_nudged_weights(rng), first.source) if nudges_weights else self._first
+        self._rounded = self._first
+        if small and any(weight is not None and _is_nudged(weight) for weight in weights):
+            # Sizes may follow from weights, so that the model is not valid with others.
+            with contextlib.suppress(ModelError):
+                self._rounded = Session(self._with_nudged_weights(np.random.default_rng([seed])), first.source)
 
     def _open(self, first: ir.Model, second: ir.Model, first_source: str, second_source: str) -> None:
         self._model = first
@@ -185,9 +189,7 @@ class _Pair:
         by_kernels = _MovedRuns(self._moved_by_kernels, feeds, exact)
         in_float64 = self._compare_in_float64(feeds, exact, expected)
         rng = np.random.default_rng([self._seed, run])
-        nudged = [
-            self._rounded.run({name: self._nudge(array, rng) for name, array in feeds.items()}) for _ in range(_NUDGES)
-        ]
+        nudged = self._nudged_runs(feeds, rng)
         result = {}
         for name, value in expected.items():
             if name in random_names:
@@ -201,6 +203,17 @@ class _Pair:
             finite = not value.size or not bounds.is_float(value) or bool(np.isfinite(value.astype(np.float64)).any())
             result[name] = OutputReport(name, str(value.dtype), error, bound, error <= bound), finite
         return result
+
+    def _nudged_runs(self, feeds: Arrays, rng: np.random.Generator) -> list[Arrays]:
+        """Return outputs of the first model when inputs and weights are moved by one rounding, where it runs on them.
+
+        It may not: indices and sizes may follow from floats.
+        """
+        runs: list[Arrays] = []
+        for _ in range(_NUDGES):
+            with contextlib.suppress(ModelError):
+                runs.append(self._rounded.run({name: self._nudge(array, rng) for name, array in feeds.items()}))
+        return runs
 
     def _compare_in_float64(self, feeds: Arrays, exact: Arrays, expected: Arrays) -> dict[str, tuple[float, float]]:
         """Return the worst error and bound of each output of the models in float64; none where they do not run so."""
@@ -252,7 +265,8 @@ class _Pair:
         copy = copy_model(self._model)
         for value in copy.graph.initializers.values():
             tensor = value.const_value
-            if tensor is not None and _is_nudged(tensor):
+            is_setting = any(node.op_type in _RESIZES and index > 0 for node, index in value.uses())
+            if tensor is not None and _is_nudged(tensor) and not is_setting:
                 value.const_value = ir.tensor(self._nudge(tensor.numpy(), rng), dtype=tensor.dtype, name=tensor.name)
         return copy
 
