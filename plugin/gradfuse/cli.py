@@ -474,7 +474,7 @@ def training_step(
 @_verbose
 def make_batch_dynamic(source: str, target: str, axis: tuple[str, ...], force: bool) -> None:
     """Make the fixed batch of a model dynamic."""
-    target, axes = _target(source, target, in_place=False), _axes("--axis", axis)
+    target, axes = _target(source, target, in_place=None), _axes("--axis", axis)
     from gradfuse.dynamic_batch.freeing import with_dynamic_batch
     from gradfuse.models import reading, writing
 
@@ -508,7 +508,7 @@ def _axes(option: str, given: Iterable[str]) -> dict[str, int | None]:
 @_verbose
 def add_lora_inputs(source: str, target: str, lora: tuple[str, ...], force: bool) -> None:
     """Give a forward model optional inputs, which onnxruntime's adapters set."""
-    target = _target(source, target, in_place=False)
+    target = _target(source, target, in_place=None)
     from gradfuse.lora.adding import with_adapter_inputs
     from gradfuse.models import reading, writing
 
@@ -649,15 +649,16 @@ def info(as_json: bool) -> None:
             click.echo(f"{key}: {value}")
 
 
-def _target(source: str, target: str | None, in_place: bool) -> str:
-    """Return the path to write to; refuse to overwrite the input without --in-place."""
+def _target(source: str, target: str | None, in_place: bool | None) -> str:
+    """Return the path to write to; refuse to overwrite the input without --in-place, which is None if there is none."""
     if target is None:
         if not in_place:
             raise click.UsageError("OUT.onnx is missing; expected a path, or --in-place")
         return source
     same = files.same(source, target)
     if same and not in_place:
-        raise click.UsageError(f"OUT.onnx is {target}, the same file as IN.onnx; expected another, or --in-place")
+        wanted = "another" if in_place is None else "another, or --in-place"
+        raise click.UsageError(f"OUT.onnx is {target}, the same file as IN.onnx; expected {wanted}")
     if in_place and not same:
         raise click.UsageError(f"OUT.onnx is {target} with --in-place; expected no OUT.onnx")
     files.require_regular(target, "the fused model")

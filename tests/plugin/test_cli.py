@@ -208,6 +208,10 @@ BAD_USAGE = {
     "no arguments": ("fuse", "Missing argument 'IN.onnx'"),
     "no output": ("fuse IN", "OUT.onnx is missing; expected a path, or --in-place"),
     "output is input": ("fuse IN IN", "the same file as IN.onnx; expected another, or --in-place"),
+    "output is input, in a command without --in-place": (
+        "make-batch-dynamic IN IN",
+        "the same file as IN.onnx; expected another\n",
+    ),
     "output is a link to the input": ("fuse IN ALIAS", "the same file as IN.onnx"),
     "output besides --in-place": ("fuse IN OUT --in-place", "with --in-place; expected no OUT.onnx"),
     "output is a folder": ("fuse IN DIR", "is a folder; expected a path for the fused model"),
@@ -222,6 +226,10 @@ BAD_USAGE = {
     "unknown command": ("fusee IN OUT", "No such command 'fusee'"),
     "too many": ("fuse IN OUT OUT", "unexpected extra argument"),
     "one model": ("check IN", "Missing argument 'B.onnx'"),
+    "adapters of a model that is no step": (
+        "save-adapter IN OUT",
+        "is not a training step saved by gradfuse: its metadata has no 'gradfuse.training_step'",
+    ),
     "no runs": ("check IN IN --runs 0", "0 is not in the range"),
 }
 

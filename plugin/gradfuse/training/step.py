@@ -433,6 +433,10 @@ def _stored_step(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> I
     Raises:
         ModelError: they say nothing, or what is read under it is not as they say.
     """
+    if METADATA_KEY not in metadata:
+        raise ModelError(
+            f"{os.fspath(path)}: is not a training step saved by gradfuse: its metadata has no {METADATA_KEY!r}"
+        )
     try:
         stored = json.loads(metadata[METADATA_KEY])
         input_names, target_names = _names(stored["inputs"]), _names(stored["targets"])
