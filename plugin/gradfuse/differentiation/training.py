@@ -112,7 +112,8 @@ def build_training_step(
             `<output>.target`, which `TrainingSession.step` takes as {output: target}; each loss is an output
             `<output>.loss` of the step.
         trainable: names of stored tensors to train, or patterns as of `fnmatch`; None: all parameters. A pattern
-            selects parameters, or, if it matches none, any other tensors that it matches.
+            selects parameters, or, if it matches none, any other tensors that it matches; those of them train that the
+            loss depends on.
         frozen: names or patterns of tensors that stay as they are.
         tie: name of a stored tensor -> that of another with the same values, possibly transposed: they train as one,
             under the second name.
