@@ -571,6 +571,53 @@ def test_what_cannot_be_traced_is_refused(make: Callable[..., optim.Optimizer], 
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+class DecaysAll(Own):
+    """Changes what has no gradient, as Muon does that makes it zeros."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - group["lr"])
+                if p.grad is not None:
+                    p.sub_(p.grad * group["lr"])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_step_that_changes_parameters_without_a_gradient_is_refused(frozen: bool) -> None:
+    module = Mlp()
+    module.spare = nn.Linear(2, 2).requires_grad_(not frozen)
+    with pytest.raises(ExportError, match=r"its step updates 'spare\.weight', which has no gradient; expected"):
+        export_training_step(module, F.cross_entropy, batches(1, 3)[0], DecaysAll(module.parameters()))
+
+
+class Aliases(Own):
+    """Has two names for one tensor, or one for the parameter."""
+
+    def __init__(self, params: Any, of_parameter: bool) -> None:
+        super().__init__(params, of_parameter=of_parameter)
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["m"] = torch.zeros_like(p)
+            state["again"] = p.data if group["of_parameter"] else state["m"]
+        state["m"].mul_(0.9).add_(g)
+        p.sub_((state["m"] + state["again"]) * group["lr"])
+
+
+@pytest.mark.parametrize("of_parameter, other", [(False, "state 'm'"), (True, "the parameter")])
+@pytest.mark.parametrize("begun", [False, True])
+def test_state_that_shares_memory_is_refused(of_parameter: bool, other: str, begun: bool) -> None:
+    """Of an optimizer that had stepped, copies with memory of their own were traced, and trained otherwise."""
+    module, data = nn.Linear(4, 3), batches(1, 3)[0]
+    optimizer = Aliases(module.parameters(), of_parameter)
+    if begun:
+        F.cross_entropy(module(data[0]), data[1]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    with pytest.raises(ExportError, match=f"state 'again' of 'weight' shares its memory with {other}"):
+        export_training_step(module, F.cross_entropy, data, optimizer)
+
+
 class OfPlaces(Own):
     """Finds something of a group by its place."""
 

@@ -266,6 +266,7 @@ def _exported(
         watching,
     )
     from gradfuse.export.evaluation import evaluation_model
+    from gradfuse.export.optimizer import require_others_left_alone
     from gradfuse.export.python_state import PythonState
     from gradfuse.export.reporting import WHO
     from gradfuse.export.torch_step import TRIED_SEED, FrozenChangedError, undisturbed
@@ -307,6 +308,7 @@ def _exported(
             native = more.without_values()
         # Of what only some batches have a gradient of too.
         described = None if step.optimizer is None else step.optimizer.restricted(native.gradients, WHO)
+        require_others_left_alone(updating, {id(one): name for name, one in step.state.items()}, native.gradients)
         with verifying.traced_as_run(step):
             program, returned = tracing.forward_program(
                 step, native, shapes, taken, sizes, python, fuse=fuse, evaluation=wants_evaluation

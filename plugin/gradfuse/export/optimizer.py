@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,15 @@ def described(
         float64=float64,
     )
     return whole.with_run_time(run_time, refusal)
+
+
+def require_others_left_alone(
+    optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str], updated: Collection[str]
+) -> None:
+    """Refuse optimizers that change parameters without a gradient: `traced_optimizer.require_others_left_alone`."""
+    for optimizer in optimizers:
+        if type(optimizer) not in _ALGORITHMS:
+            traced_optimizer.require_others_left_alone(optimizer, names, updated)
 
 
 def _described(optimizer: Any, names: Mapping[int, str], float64: bool, run_time: Sequence[str]) -> Optimizer:

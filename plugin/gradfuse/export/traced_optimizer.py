@@ -194,6 +194,37 @@ def _steps_done(of: Mapping[str, _Kind], counts: Mapping[str, Mapping[str, float
     return int(done)
 
 
+def require_others_left_alone(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], updated: Collection[str]
+) -> None:
+    """Refuse an optimizer of one's own that changes parameters which have no gradient, or are frozen.
+
+    The step of a model leaves them as they are, which is what the optimizers of PyTorch do.
+
+    Args:
+        optimizer: the optimizer; it is not changed.
+        names: `id` of each tensor of the module and the loss -> its name.
+        updated: the names of the parameters that have gradients.
+    """
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = [one for one in every if not one.requires_grad or names.get(id(one)) not in updated]
+    if _is_of_torch(optimizer) or not others:
+        return
+    copies, states = _copies(optimizer)
+    for one in others:
+        copies[one] = one.detach().clone().requires_grad_(one.requires_grad)
+        states[copies[one]] = _copied_state(_own_state(optimizer, one), one, copies[one], {})
+    _take_steps(optimizer, twin(optimizer, _groups(optimizer, copies), states, _rates(optimizer)))
+    for one in others:
+        if not _same(copies[one].detach(), one.detach()):
+            what = repr(names[id(one)]) if id(one) in names else f"a parameter of shape {tuple(one.shape)}"
+            raise _refused(
+                optimizer,
+                f"its step updates {what}, which has no gradient; expected a step that leaves it alone, or an "
+                "optimizer without it",
+            )
+
+
 def state_of(optimizer: torch.optim.Optimizer, index: int, parameter: Tensor) -> dict[str, Any]:
     """Return what a parameter has in its state, one by one, and the numbers in its group and in attributes."""
     group = optimizer.param_groups[index]
@@ -345,6 +376,13 @@ class _Kind:
         held = _held(optimizer, parameter)
         probe = functools.partial(_Probe.of, optimizer, index, parameter, changing=changing)
         first = probe(held)
+        if first.sharing is not None and not _same(probe(held, apart=True).after, first.after):
+            one, other = first.sharing
+            raise _refused(
+                optimizer,
+                f"state {one!r} of {name!r} shares its memory with {f'state {other!r}' if other else 'the parameter'}, "
+                "and one changes by the other; expected memory of its own, as of clone()",
+            )
         others = probe(held, seed=1), probe(held, faster=0.5), probe(held, moved=0.5)
 
         def differs(first: _Probe, others: Sequence[_Probe], held: Mapping[str, Any]) -> bool:
@@ -439,11 +477,13 @@ class _Probe:
         begun: name -> value of the state that was not there, as it was first put there.
         after: the parameter and its state after each step.
         form: the state after the last one, with its lists and dictionaries.
+        sharing: the names of two tensors of the state that share memory; the parameter has none.
     """
 
     begun: dict[str, Any]
     after: list[tuple[Tensor, dict[str, Any]]]
     form: dict[str, Any]
+    sharing: tuple[str, str] | None
 
     def counts(self, key: str, held: Mapping[str, Any]) -> bool:
         """Tell whether each step added 1 to a number, which was there or was put there."""
@@ -461,6 +501,7 @@ class _Probe:
         seed: int = 0,
         faster: float = 0.0,
         moved: float = 0.0,
+        apart: bool = False,
     ) -> _Probe:
         generator = torch.Generator().manual_seed(seed)
         tensor = (parameter.detach() + moved).requires_grad_()
@@ -470,14 +511,18 @@ class _Probe:
         own, of_group, of_all = _divided(held)
         if own:
             other.state[tensor] = _Watched(copy.deepcopy(_own_state(optimizer, parameter)))
-            set_state(other, index, tensor, copy.deepcopy(own))
+            set_state(other, index, tensor, _copied_state(own, parameter, tensor, {}))
+        sharing = _sharing({"": tensor} | _leaves(other.state[tensor])) if own else None
         group = other.param_groups[index]
         group.update(of_group)
         vars(other).update(of_all)
         after, kept = [], [_kept(other, group)]
         for _ in range(_PROBED):
             tensor.grad = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+            if apart and tensor in other.state:
+                set_state(other, index, tensor, mapped(_leaves(other.state[tensor]), _cloned))
             take_step(optimizer, other)
+            sharing = sharing or _sharing({"": tensor} | _leaves(other.state[tensor]))
             form = copy.deepcopy(dict(other.state[tensor]))
             after.append((tensor.detach().clone(), _leaves(form)))
             kept.append(_kept(other, group))
@@ -500,7 +545,7 @@ class _Probe:
             if _is_number(value) and value == counted[0] and _counts([0, *counted]):
                 # `state.get(key, 0) + 1` was put there.
                 begun[key] = value - 1
-        return cls(begun | there, after, form)
+        return cls(begun | there, after, form, sharing)
 
 
 def _kept(
@@ -518,6 +563,10 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         key: value for one in reversed(type(optimizer).__mro__) for key, value in vars(one).items() if _is_number(value)
     }
     return numbers | _unowned(vars(optimizer))
+
+
+def _cloned(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _copy_but_tensor(value: Any) -> Any:
@@ -543,6 +592,39 @@ def _told_of_change(key: str, when: str = "") -> str:
 def _own_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Return the state of a parameter, with its lists and dictionaries."""
     return {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
+
+
+def _copied_state(
+    state: Mapping[str, Any], parameter: Tensor, tensor: Tensor, copied: dict[int, Any]
+) -> dict[str, Any]:
+    """Return a deep copy of a parameter's state for another tensor. What shares memory in the state does in the copy.
+
+    Args:
+        state: the state.
+        parameter: the parameter.
+        tensor: what takes its place.
+        copied: `id` of what was copied before -> its copy; more are put in.
+    """
+    for one in _leaves(state).values():
+        if isinstance(one, Tensor) and one.shape == parameter.shape and _share_memory(one, parameter):
+            copied[id(one)] = tensor.detach()
+    return copy.deepcopy(dict(state), copied)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    pointers = one.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
+    return bool(one.numel()) and pointers[0] == pointers[1]
+
+
+def _sharing(tensors: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the names of two tensors in one memory."""
+    known: dict[int, str] = {}
+    for name, one in tensors.items():
+        if isinstance(one, Tensor) and one.numel():
+            other = known.setdefault(one.untyped_storage().data_ptr(), name)
+            if other != name:
+                return name, other
+    return None
 
 
 class _Watched(dict[str, Any]):
@@ -1257,7 +1339,7 @@ def _require_separate(
         one.grad = None if like.grad is None else like.grad.clone()
         # The learning rates of other groups are no matter either.
         own = {index: rate if index == kind.index else 2 * rate for index, rate in rates.items()}
-        other = twin(optimizer, {kind.index: [one]}, {one: copy.deepcopy(states[like])}, own)
+        other = twin(optimizer, {kind.index: [one]}, {one: _copied_state(states[like], like, one, {})}, own)
         _take_steps(optimizer, other)
         alone[kind] = one.detach(), dict(other.state[one]), _unowned(other.param_groups[kind.index]), _numbers(other)
     whole = twin(optimizer, _groups(optimizer, copies), states, rates)
@@ -1294,7 +1376,8 @@ def _take_steps(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) 
 def _require_by_value(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     """Refuse an optimizer that updates parameters otherwise than copies of them: copies are what is traced."""
     copies, states = _copies(optimizer)
-    own = {parameter: copy.deepcopy(states[one]) for parameter, one in copies.items()}
+    copied: dict[int, Any] = {}
+    own = {parameter: _copied_state(states[one], one, parameter, copied) for parameter, one in copies.items()}
     rates = _rates(optimizer)
     take_step(optimizer, twin(optimizer, _groups(optimizer, copies), states, rates))
     # A step may put other memory into a parameter.
@@ -1360,12 +1443,13 @@ def _copies(optimizer: torch.optim.Optimizer) -> tuple[dict[Tensor, Tensor], dic
     """Return a copy of each parameter that is trained, with a random gradient, and the states of the copies."""
     generator = torch.Generator().manual_seed(0)
     copies, states = {}, {}
+    copied: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
                 one = copies[parameter] = parameter.detach().clone().requires_grad_()
                 one.grad = torch.randn(one.shape, generator=generator).to(one.device, one.dtype)
-                states[one] = copy.deepcopy(_own_state(optimizer, parameter))
+                states[one] = _copied_state(_own_state(optimizer, parameter), parameter, one, copied)
     return copies, states
 
 
