@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -616,6 +618,82 @@ def test_state_that_shares_memory_is_refused(of_parameter: bool, other: str, beg
         optimizer.step()
     with pytest.raises(ExportError, match=f"state 'again' of 'weight' shares its memory with {other}"):
         export_training_step(module, F.cross_entropy, data, optimizer)
+
+
+class KeepsInClass(Own):
+    """Has a list for all of its kind, whose length tells much later."""
+
+    history: list[int] = []  # noqa: RUF012
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.history.append(1)
+        p.sub_(g * group["lr"] * (0.1 if len(self.history) > 4000 else 1.0))
+
+
+def has_schedule(params: Any) -> Own:
+    """Has a function that counts in a variable of its own."""
+    counted = itertools.count()
+
+    class Scheduled(Own):
+        def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.sub_(g * group["lr"] * group["factor"]())
+
+    return Scheduled(params, factor=lambda: 0.1 if next(counted) > 4000 else 1.0)
+
+
+class SkipsSeldom(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if random.random() < 0.9999:
+            p.sub_(g * group["lr"])
+
+
+class SkipsLate(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["t"] = state.get("t", 0) + 1
+        if state["t"] < 6000 or np.random.rand() < 0.9999:
+            p.sub_(g * group["lr"])
+
+
+class BeginsAnywhere(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "v" not in state:
+            state["v"] = torch.empty_like(p).normal_(std=0.01 / group["lr"])
+        p.sub_(state["v"].mul_(0.9).add_(g, alpha=0.1) * group["lr"])
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (KeepsInClass, "its step changes KeepsInClass.history; expected changes of state alone"),
+        (has_schedule, "its step changes counted; expected changes of state alone"),
+        (SkipsSeldom, "its step draws random numbers by Python or numpy; expected none"),
+        (SkipsLate, "its step draws random numbers by Python or numpy; expected none"),
+        (BeginsAnywhere, "its step draws random numbers by aten.normal_.default; expected none, or, where only the"),
+    ],
+)
+def test_what_a_step_keeps_elsewhere_or_draws_is_refused(make: Callable[..., optim.Optimizer], message: str) -> None:
+    """What comes of it is too late, or too seldom, for any comparison."""
+    module = nn.Linear(4, 3)
+    with pytest.raises(ExportError) as error:
+        export_training_step(module, F.cross_entropy, batches(1, 3)[0], make(module.parameters()))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_only_the_first_step_draws_is_no_obstacle_later() -> None:
+    torch.manual_seed(0)
+    module, data = nn.Linear(4, 3), batches(4, 3)
+    optimizer = BeginsAnywhere(module.parameters())
+    sessions = []
+    for index, (x, y) in enumerate(data):
+        for session in sessions:
+            session.step(x, y)
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if not index:
+            sessions = [TrainingSession(export_training_step(module, F.cross_entropy, (x, y), optimizer))]
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(sessions[0].state_dict()[name], parameter.detach().numpy(), rtol=0, atol=2.0**-20)
 
 
 class OfPlaces(Own):

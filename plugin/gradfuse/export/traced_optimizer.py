@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
+from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError
-from gradfuse.export import explaining, onnx_model, traced_functions, tracing
+from gradfuse.export import explaining, host_draws, onnx_model, traced_functions, tracing
+from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import WHO, quiet, refusal
 from gradfuse.export.simplifying import simplify
 from gradfuse.models.arrays import to_numpy
@@ -157,9 +159,11 @@ def _traced(
             if held and not kind.counters and not kind.first_differs:
                 begun.add(name)
     done = _steps_done(of, counts)
+    every = [kind for alike in kinds.values() for kind in alike]
+    # A cache is filled by now.
+    outside = _reachable(optimizer)
     if len(of) > 1:
         _require_separate(optimizer, {kind: name for name, kind in of.items()}, names)
-    every = [kind for alike in kinds.values() for kind in alike]
     for kind in every:
         for option in run_time:
             if _OF_GROUP + option in (*kind.states, *kind.counters):
@@ -170,8 +174,24 @@ def _traced(
     if not _is_of_torch(optimizer):
         _require_by_value(optimizer, names)
         _require_implementation(optimizer)
+    with outside.kept():
+        for name in outside.changed():
+            raise _refused(optimizer, f"its step changes {name}; expected changes of state alone")
     steps = {name: done for name, kind in of.items() if kind.counters}
     return Traced({name: rules[kind] for name, kind in of.items()}, state, steps, frozenset(begun))
+
+
+def _reachable(optimizer: torch.optim.Optimizer) -> PythonState:
+    """Return what a step can reach beside options and attributes: of its class, globals, variables of functions."""
+    kept = [*vars(optimizer).values(), *(one for group in optimizer.param_groups for one in group.values())]
+    functions = [one for one in kept if callable(one) and not isinstance(one, (type, Tensor, nn.Module))]
+    roots = {getattr(one, "__name__", type(one).__name__): one for one in functions}
+    return PythonState({type(optimizer).__name__: type(optimizer), **roots})
+
+
+def _drawn() -> Any:
+    """Return what changes when random numbers are drawn."""
+    return host_draws.states(), to_numpy(torch.get_rng_state()).tobytes()
 
 
 def _steps_done(of: Mapping[str, _Kind], counts: Mapping[str, Mapping[str, float]]) -> int:
@@ -375,7 +395,16 @@ class _Kind:
         """Find out by a few steps of copies which state a parameter gets; the rest is as for `_traced`."""
         held = _held(optimizer, parameter)
         probe = functools.partial(_Probe.of, optimizer, index, parameter, changing=changing)
+        drawn = _drawn()
         first = probe(held)
+        if _drawn() != drawn:
+            with _Draws() as draws:
+                probe(held)
+            raise _refused(
+                optimizer,
+                f"its step draws random numbers by {draws.operator}; expected none, or, where only the first one does, "
+                "an optimizer that has taken it",
+            )
         if first.sharing is not None and not _same(probe(held, apart=True).after, first.after):
             one, other = first.sharing
             raise _refused(
@@ -677,6 +706,21 @@ class _States(defaultdict[Any, Any]):
 def _require_parameter(key: Any) -> None:
     if not isinstance(key, Tensor):
         raise TypeError(f"it keeps {key!r} in its state beside what parameters have; expected numbers in their groups")
+
+
+class _Draws(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds by what random numbers are drawn.
+
+    Attributes:
+        operator: the last operator that drew some, or who did otherwise.
+    """
+
+    operator = "Python or numpy"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
+            self.operator = str(func)
+        return func(*args, **(kwargs or {}))
 
 
 class _CannotTraceError(Exception):
@@ -1135,6 +1179,7 @@ class _Trace:
             group.update(inputs | of_group)
             vars(other).update(of_all)
             before = _kept(other, group, copied=_copy_but_tensor)
+            drawn = host_draws.states()
             try:
                 other.step()
             except Exception as error:
@@ -1143,6 +1188,8 @@ class _Trace:
                     raise
                 return error, python.conditions
             after = _leaves(other.state[tensor])
+        if host_draws.states() != drawn:
+            raise _CannotTraceError("draws random numbers by Python or numpy; expected none")
         fixed = {_OF_GROUP + key for key in ("lr", *inputs)}
         for key, value in _kept(other, group, copied=_copy_but_tensor).items():
             if key in given:
