@@ -423,6 +423,19 @@ class ClipsLate(Own):
                 p.sub_(p.grad * group["lr"] * (40.0 / norm if norm > 40.0 else 1.0))
 
 
+class OfAllLate(Own):
+    """Looks at all gradients every tenth step, and later always."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norm = sum((p.grad**2).sum() for p in group["params"]) ** 0.5
+            for p in group["params"]:
+                self.state[p]["t"] = self.state[p].get("t", 0) + 1
+                late = self.state[p]["t"] % 10 == 0 or self.state[p]["t"] > group["after"]
+                p.sub_(p.grad * group["lr"] / (norm if late else 1.0))
+
+
 class OfFirstRate(Own):
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(g * self.param_groups[0]["lr"])
@@ -550,6 +563,8 @@ class NoRate(Own):
         (LooksUpText, "its step takes the text of its state, its gradient or the rate"),
         (ChangesAttributeLater, "its step changes its attribute 'is_late' in later steps; expected changes of state"),
         (ClipsLate, "its step updates 'first.weight' otherwise when it has other parameters besides"),
+        (lambda p: OfAllLate(p, after=2000), "its step updates 'first.weight' otherwise when it has other parameters"),
+        (lambda p: OfAllLate(p, after=10**6), "its step updates 'first.weight' otherwise when it has other parameters"),
         (lambda p: ClipsLate(p, lr=0.0), "its step updates 'first.weight' otherwise when it has other parameters"),
         (lambda p: OfFirstRate([{"params": [one]} for one in p]), "otherwise when it has other parameters besides"),
         (CountsBeside, "its step fails: it keeps 'k' in its state beside what parameters have; expected numbers in"),
@@ -683,7 +698,7 @@ def test_what_only_the_first_step_draws_is_no_obstacle_later() -> None:
     torch.manual_seed(0)
     module, data = nn.Linear(4, 3), batches(4, 3)
     optimizer = BeginsAnywhere(module.parameters())
-    sessions = []
+    sessions: list[TrainingSession] = []
     for index, (x, y) in enumerate(data):
         for session in sessions:
             session.step(x, y)

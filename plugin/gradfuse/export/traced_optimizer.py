@@ -160,10 +160,9 @@ def _traced(
                 begun.add(name)
     done = _steps_done(of, counts)
     every = [kind for alike in kinds.values() for kind in alike]
-    # A cache is filled by now.
     outside = _reachable(optimizer)
     if len(of) > 1:
-        _require_separate(optimizer, {kind: name for name, kind in of.items()}, names)
+        _require_separate(optimizer, of, names)
     for kind in every:
         for option in run_time:
             if _OF_GROUP + option in (*kind.states, *kind.counters):
@@ -175,8 +174,7 @@ def _traced(
         _require_by_value(optimizer, names)
         _require_implementation(optimizer)
     with outside.kept():
-        for name in outside.changed():
-            raise _refused(optimizer, f"its step changes {name}; expected changes of state alone")
+        _require_unchanged(optimizer, outside.changed())
     steps = {name: done for name, kind in of.items() if kind.counters}
     return Traced({name: rules[kind] for name, kind in of.items()}, state, steps, frozenset(begun))
 
@@ -187,6 +185,20 @@ def _reachable(optimizer: torch.optim.Optimizer) -> PythonState:
     functions = [one for one in kept if callable(one) and not isinstance(one, (type, Tensor, nn.Module))]
     roots = {getattr(one, "__name__", type(one).__name__): one for one in functions}
     return PythonState({type(optimizer).__name__: type(optimizer), **roots})
+
+
+def _require_unchanged(optimizer: torch.optim.Optimizer, changed: Sequence[str]) -> None:
+    """Refuse an optimizer whose step changes something again that steps have changed: what is not a cache."""
+    if not changed:
+        return
+    again = _reachable(optimizer)
+    with again.kept():
+        copies, states = _copies(optimizer)
+        _take_steps(optimizer, twin(optimizer, _groups(optimizer, copies), states, _rates(optimizer)))
+        for name in again.changed():
+            # Of an iterator, it is now the place that changes.
+            for one in {name, name.removesuffix(".at")}.intersection(changed):
+                raise _refused(optimizer, f"its step changes {one}; expected changes of state alone")
 
 
 def _drawn() -> Any:
@@ -715,7 +727,9 @@ class _Draws(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         operator: the last operator that drew some, or who did otherwise.
     """
 
-    operator = "Python or numpy"
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operator = "Python or numpy"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
@@ -1373,14 +1387,13 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
-def _require_separate(
-    optimizer: torch.optim.Optimizer, examples: Mapping[_Kind, str], names: Mapping[int, str]
-) -> None:
-    """Refuse an optimizer that updates a parameter otherwise when it has others besides."""
+def _require_separate(optimizer: torch.optim.Optimizer, of: Mapping[str, _Kind], names: Mapping[int, str]) -> None:
+    """Refuse an optimizer that updates a parameter otherwise when it has others besides, early or late."""
     copies, states = _copies(optimizer)
     rates = _rates(optimizer)
     alone = {}
-    for kind in examples:
+    kinds = {one: of[names[id(parameter)]] for parameter, one in copies.items()}
+    for kind in dict.fromkeys(of.values()):
         like = copies[kind.like]
         one = like.detach().clone().requires_grad_()
         one.grad = None if like.grad is None else like.grad.clone()
@@ -1388,9 +1401,11 @@ def _require_separate(
         own = {index: rate if index == kind.index else 2 * rate for index, rate in rates.items()}
         other = twin(optimizer, {kind.index: [one]}, {one: _copied_state(states[like], like, one, {})}, own)
         _take_steps(optimizer, other)
+        _take_late_steps(optimizer, other, {one: kind})
         alone[kind] = one.detach(), dict(other.state[one]), _unowned(other.param_groups[kind.index]), _numbers(other)
     whole = twin(optimizer, _groups(optimizer, copies), states, rates)
     _take_steps(optimizer, whole)
+    _take_late_steps(optimizer, whole, kinds)
     options = list(map(_unowned, whole.param_groups))
     for kind, (*updated, attributes) in alone.items():
         for key, value in _numbers(whole).items():
@@ -1418,6 +1433,25 @@ def _take_steps(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) 
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad * factor
         take_step(optimizer, other)
+
+
+_LATE = (99, 5039)
+"""So many steps are done before late ones: the next are multiples of many numbers."""
+
+
+def _take_late_steps(
+    optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer, kinds: Mapping[Tensor, _Kind]
+) -> None:
+    """Run steps of a twin of an optimizer of one's own as if it had taken many, where it counts them."""
+    if _is_of_torch(optimizer) or not any(kind.counters for kind in kinds.values()):
+        return
+    for done in _LATE:
+        for parameter, kind in kinds.items():
+            state = state_of(other, kind.index, parameter)
+            later = {key: state[key] + (done - int(state[key])) for key in kind.counters}
+            set_state(other, kind.index, parameter, later)
+        for _ in range(2):
+            take_step(optimizer, other)
 
 
 def _require_by_value(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
