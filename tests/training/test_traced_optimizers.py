@@ -179,6 +179,21 @@ class KeepsLists(Own):
         p.add_(0.01, alpha=group["lr"])
 
 
+class Preconditioned(Own):
+    """Finds roots of matrices by their eigenvalues in every other step, as Shampoo does."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["t"], state["sum"] = 0, 1e-3 * torch.eye(len(p), dtype=p.dtype)
+            state["root"] = torch.eye(len(p), dtype=p.dtype)
+        state["t"] += 1
+        state["sum"].addmm_(g, g.T)
+        if state["t"] % 2 == 0:
+            values, vectors = torch.linalg.eigh(state["sum"])
+            state["root"] = vectors * values.clamp(min=1e-6) ** -0.25 @ vectors.T
+        p.sub_(state["root"] @ g * group["lr"] / math.log1p(state["t"]))
+
+
 class OfLists(Own):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -218,6 +233,7 @@ VARIANTS: dict[str, MakeOptimizer] = {
     "plain_adam": lambda m: PlainAdam(groups(m)),
     "lookahead": lambda m: Lookahead(m.parameters()),
     "lamb": lambda m: Lamb(m.parameters()),
+    "preconditioned": lambda m: Preconditioned(matrices(m)),
     "of_lists": lambda m: OfLists(m.parameters()),
     "cycles": lambda m: Cycles(groups(m)),
     "keeps_lists": lambda m: KeepsLists(groups(m)),
@@ -225,7 +241,7 @@ VARIANTS: dict[str, MakeOptimizer] = {
     "beginning": lambda m: Beginning(groups(m)),
     "schedule_free": lambda m: ScheduleFree(groups(m)),
 }
-QUICK = {"radam", "lookahead", "schedule_free", "cycles", "keeps_lists"}
+QUICK = {"preconditioned", "radam", "lookahead", "schedule_free", "cycles", "keeps_lists"}
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("RMSprop", {"lr": 0.01, "momentum": 0.8, "centered": True, "weight_decay": 0.1, "alpha": 0.9}),
     ("Adagrad", {"lr": 0.05, "lr_decay": 0.1, "maximize": True}),
@@ -436,6 +452,19 @@ class OfAllLate(Own):
                 p.sub_(p.grad * group["lr"] / (norm if late else 1.0))
 
 
+class Projects(Own):
+    """Keeps a mean in a basis of singular vectors, of which it takes others in every third step, as GaLore does."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["t"], state["mean"] = 0, torch.zeros_like(p[:1])
+        if state["t"] % 3 == 0:
+            state["basis"] = torch.linalg.svd(g, full_matrices=False)[0][:, :1]
+        state["t"] += 1
+        state["mean"].lerp_(state["basis"].T @ g, 0.1)
+        p.sub_(state["basis"] @ state["mean"] * group["lr"])
+
+
 class OfFirstRate(Own):
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(g * self.param_groups[0]["lr"])
@@ -559,6 +588,10 @@ class NoRate(Own):
         (ChangesOptionLater, "its step changes the option 'warm' of its parameter group in later steps; expected"),
         (lambda p: OfLists(p, None), "the lr of parameter group 0 is None; expected a number"),  # type: ignore[arg-type]
         (CountsForAll, "its step fails: it keeps 'global' in its state beside what parameters have"),
+        (
+            lambda p: Projects([next(p)]),
+            "its step updates 'first.weight' otherwise where singular vectors or eigenvectors",
+        ),
         (LooksUp, "its step looks up its count, the rate or another number in a set or a dictionary"),
         (LooksUpText, "its step takes the text of its state, its gradient or the rate"),
         (ChangesAttributeLater, "its step changes its attribute 'is_late' in later steps; expected changes of state"),

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError
-from gradfuse.export import explaining, host_draws, onnx_model, traced_functions, tracing
+from gradfuse.export import explaining, host_draws, onnx_model, standins, traced_functions, tracing
 from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import WHO, quiet, refusal
 from gradfuse.export.simplifying import simplify
@@ -82,9 +82,11 @@ class TracedRule(Rule):
 
     Attributes:
         counters: the names under which the optimizer keeps the number of steps itself.
+        finds_vectors: whether singular vectors or eigenvectors are found in the step, of which others are as right.
     """
 
     counters: tuple[str, ...] = ()
+    finds_vectors: bool = False
 
 
 def traced(optimizer: torch.optim.Optimizer, names: Mapping[int, str], run_time: Sequence[str] = ()) -> Traced:
@@ -170,6 +172,8 @@ def _traced(
                     optimizer, f"run_time has {option!r}, which its step changes; expected what it leaves alone"
                 )
     rules = dict(zip(every, _rules(optimizer, every, run_time), strict=True))
+    if any(rule.finds_vectors for rule in rules.values()):
+        _require_any_vectors(optimizer, of, names)
     if not _is_of_torch(optimizer):
         _require_by_value(optimizer, names)
         _require_implementation(optimizer)
@@ -1269,10 +1273,12 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], run_time: S
         model = onnx_model.translate(program, None)
     except ExportError as error:
         raise _refused(optimizer, f"its step: {str(error).removeprefix(f'{WHO}: ')}") from error
+    finds_vectors = any(node.op_type == "Rotated" for node in model.graph.all_nodes())
+    standins.put_bodies_in(model)
     simplify(model)
     narrow_types.compute_wider(model, narrow=False)
     for node in model.graph.all_nodes():
-        if node.domain or any(one.type == ir.AttributeType.GRAPH for one in node.attributes.values()):
+        if node.domain:
             raise _refused(optimizer, f"its step computes {node.op_type}; expected arithmetic of tensors")
     inputs, outputs = iter(model.graph.inputs), iter(model.graph.outputs)
     count, rates = next(inputs), [next(inputs) for _ in groups]
@@ -1293,6 +1299,7 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], run_time: S
                 update=update,
                 state_types={key: own for key, own in kind.states.items() if own != plain},
                 counters=kind.counters,
+                finds_vectors=finds_vectors,
             )
         )
     return rules
@@ -1435,15 +1442,15 @@ def _take_steps(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) 
         take_step(optimizer, other)
 
 
-_LATE = (99, 5039)
+_LATE = (199, 5039)
 """So many steps are done before late ones: the next are multiples of many numbers."""
 
 
 def _take_late_steps(
     optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer, kinds: Mapping[Tensor, _Kind]
 ) -> None:
-    """Run steps of a twin of an optimizer of one's own as if it had taken many, where it counts them."""
-    if _is_of_torch(optimizer) or not any(kind.counters for kind in kinds.values()):
+    """Run steps of a twin of an optimizer of one's own as if it had taken many, as far as it counts them."""
+    if _is_of_torch(optimizer):
         return
     for done in _LATE:
         for parameter, kind in kinds.items():
@@ -1452,6 +1459,50 @@ def _take_late_steps(
             set_state(other, kind.index, parameter, later)
         for _ in range(2):
             take_step(optimizer, other)
+
+
+class _OtherSigns(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives some singular vectors and eigenvectors the other sign, which is as right."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is aten._linalg_eigh.default:
+            values, vectors = result
+            return values, vectors * self._signs(vectors)
+        if func is aten._linalg_svd.default:
+            u, values, v = result
+            signs = self._signs(u if u.shape[-1] >= v.shape[-2] else v.transpose(-1, -2))
+            return u * signs[: u.shape[-1]], values, v * signs[: v.shape[-2], None]
+        return result
+
+    def _signs(self, vectors: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, vectors.shape[-1:], generator=self._generator) * 2 - 1
+        return signs.to(vectors.device, vectors.dtype)
+
+
+def _require_any_vectors(optimizer: torch.optim.Optimizer, of: Mapping[str, _Kind], names: Mapping[int, str]) -> None:
+    """Refuse an optimizer whose updates depend on the signs of the singular vectors or eigenvectors that it finds."""
+    updated = []
+    for signs in (contextlib.nullcontext(), _OtherSigns()):
+        copies, states = _copies(optimizer)
+        kinds = {one: of[names[id(parameter)]] for parameter, one in copies.items()}
+        whole = twin(optimizer, _groups(optimizer, copies), states, _rates(optimizer))
+        with signs:
+            _take_steps(optimizer, whole)
+            _take_late_steps(optimizer, whole, kinds)
+        updated.append(copies)
+    for parameter, one in updated[0].items():
+        bound = torch.finfo(one.dtype).eps ** 0.5 * float(one.detach().nan_to_num().abs().sum())
+        if not torch.allclose(one, updated[1][parameter], rtol=0.0, atol=bound, equal_nan=True):
+            raise _refused(
+                optimizer,
+                f"its step updates {names[id(parameter)]!r} otherwise where singular vectors or eigenvectors have "
+                "other signs, which differ by machine; expected updates that do not depend on them",
+            )
 
 
 def _require_by_value(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

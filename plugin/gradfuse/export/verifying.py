@@ -694,6 +694,12 @@ def _compare_later_updates(
                 bound = 16 * (number + 1) * eps * largest + 16 * difference(natives[key], one)
                 bound += 4 * difference(nearby[key], one)
                 error = difference(feeds[key].astype(np.float64), one)
+                if error > bound and rule.finds_vectors:
+                    raise refusal(
+                        f"optimizer is {type(optimizer).__name__}: {key!r} depends on which singular vectors or "
+                        "eigenvectors its step finds, and others are as right; expected a step that does not, as one "
+                        "may not that has taken the first ones"
+                    )
                 _require(error <= bound, key, f"updating (update {number + 1} of random gradients)", error, bound)
 
 

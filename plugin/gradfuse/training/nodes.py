@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.custom_ops import DOMAIN
+from gradfuse.models.inlining import captured_by
 from gradfuse.models.tensors import as_attributes
 
 
@@ -86,13 +87,29 @@ class Nodes:
         """Return a value with arithmetic that appends to these nodes."""
         return GraphTensor(self, value)
 
+    @staticmethod
+    def _copied_within(attribute: ir.Attr, new: Mapping[ir.Value, ir.Value], name: str) -> ir.Attr:
+        """Return an attribute, of a graph a copy that reads other values from outside; the name is its node's."""
+        if attribute.type != ir.AttributeType.GRAPH:
+            return attribute
+        body = attribute.as_graph().clone(allow_outer_scope_values=True)
+        for part in (body, *body.subgraphs()):
+            for value in (*part.inputs, *(one for node in part for one in node.outputs)):
+                value.name = f"{name}/{value.name}"
+            for node in part:
+                node.name = f"{name}/{node.name}"
+                for index, read in enumerate(node.inputs):
+                    if read is not None and read in new:
+                        node.replace_input_with(index, new[read])
+        return ir.AttrGraph(attribute.name, body)
+
     def copied(
         self, graph: ir.Graph, given: Mapping[ir.Value, GraphTensor], outputs: Sequence[ir.Value]
     ) -> list[GraphTensor]:
         """Append copies of the nodes of another graph that some of its values need, and return the copies of these.
 
         Args:
-            graph: the graph, in order; its nodes have no graphs within, and initializers have values.
+            graph: the graph, in order; initializers have values, and graphs within have none of their own.
             given: inputs of the graph -> the values that replace them.
             outputs: the values.
         """
@@ -103,7 +120,8 @@ class Nodes:
             if value not in needed:
                 needed.add(value)
                 producer = value.producer()
-                rest += [] if producer is None else [one for one in producer.inputs if one is not None]
+                if producer is not None:
+                    rest += [*(one for one in producer.inputs if one is not None), *captured_by(producer)]
         new = {value: tensor.value for value, tensor in given.items()}
         for value in graph.initializers.values():
             if value in needed:
@@ -119,9 +137,8 @@ class Nodes:
                 for index, one in enumerate(node.outputs)
             ]
             inputs = [None if one is None else new[one] for one in node.inputs]
-            self.tape.op_multi_out(
-                node.op_type, inputs, dict(node.attributes), outputs=copies, domain=node.domain, name=name
-            )
+            attributes = {key: self._copied_within(one, new, name) for key, one in node.attributes.items()}
+            self.tape.op_multi_out(node.op_type, inputs, attributes, outputs=copies, domain=node.domain, name=name)
             new |= dict(zip(node.outputs, copies, strict=True))
         results: list[GraphTensor] = []
         for value in outputs:
