@@ -838,6 +838,46 @@ def test_numbers_of_parameters_of_one_shape_may_differ() -> None:
         np.testing.assert_allclose(session.state_dict()[name], parameter.detach().numpy(), rtol=0, atol=4 * 2.0**-24)
 
 
+class OfFirstOptions(Own):
+    """Keeps the rate and an option that it begins with."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["rate"], state["decay"] = group["lr"], group["weight_decay"]
+        p.sub_((g * state["rate"] + p * state["decay"] * group["weight_decay"]) * group["lr"])
+
+
+def test_a_step_may_keep_the_options_that_it_begins_with() -> None:
+    """They are inputs, and their first values are not those of the export."""
+    torch.manual_seed(0)
+    module, data = nn.Linear(4, 3), batches(3, 3)
+    optimizer = OfFirstOptions(module.parameters(), weight_decay=0.5)
+    step = export_training_step(
+        module, F.cross_entropy, data[0], optimizer, evaluation=False, run_time=["weight_decay"]
+    )
+    session = TrainingSession(step)
+    for index, (x, y) in enumerate(data):
+        session.learning_rate = optimizer.param_groups[0]["lr"] = 0.5 + index
+        session.weight_decay = optimizer.param_groups[0]["weight_decay"] = 0.25 + index
+        session.step(x, y)
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(session.state_dict()[name], parameter.detach().numpy(), rtol=0, atol=2.0**-20)
+
+
+def test_a_scheduler_that_cycles_the_momentum_is_warned_of() -> None:
+    module, data = nn.Linear(4, 3), batches(1, 3)[0]
+    optimizer = optim.SGD(module.parameters(), momentum=0.9)
+    optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    export_training_step(module, F.cross_entropy, data, optimizer, evaluation=False, run_time=["momentum"])
+    with pytest.warns(
+        UserWarning, match="a scheduler cycles the momentum of parameter group 0.*or momentum in run_time"
+    ):
+        export_training_step(module, F.cross_entropy, data, optimizer, evaluation=False)
+
+
 def test_random_numbers_in_a_step_are_refused() -> None:
     module = nn.Linear(4, 3, bias=False)
     with pytest.raises(ExportError, match=r"its step draws random numbers by aten\.randn_like"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from gradfuse import _torch_private as private
 from gradfuse.export import explaining, traced_optimizer
-from gradfuse.export.reporting import refusal
+from gradfuse.export.reporting import WHO, refusal
 from gradfuse.models.arrays import to_numpy
 from gradfuse.optimizers import Average, GradScaler, averaging, loss_scaling
 from gradfuse.torch.optimizers import Adam8bit, AdamW8bit
@@ -140,6 +141,13 @@ def _described(optimizer: Any, names: Mapping[int, str], float64: bool, run_time
         if isinstance(optimizer, AdamW8bit):
             kept = (parameter for parameter in trained if optimizer.keeps_8bit(parameter))
             eight_bit |= {names[id(parameter)]: tuple(parameter.shape) for parameter in kept}
+        cycled = options.keys() & {"betas", "momentum"}
+        if options.keys() >= {"base_momentum", "max_momentum"} and not cycled <= {*run_time}:
+            warnings.warn(
+                f"{WHO}: a scheduler cycles the momentum of parameter group {index}, of which the step keeps the "
+                f"present value; expected cycle_momentum=False, or {' and '.join(sorted(cycled))} in run_time",
+                stacklevel=2,
+            )
         if algorithm is None:
             # The step that is traced has all else.
             inputs = {name: options[name] for name in run_time if name in options}

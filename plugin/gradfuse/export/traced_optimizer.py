@@ -147,7 +147,15 @@ def _traced(
             key = index, tuple(parameter.shape), parameter.dtype, parameter.device, _signature(held)
             kind = next((one for one in kinds[key] if one.has_constants_of(held)), None)
             if kind is None:
-                kind = _Kind.of(optimizer, index, parameter, name, changing=changing[index], uncounted=uncounted[index])
+                kind = _Kind.of(
+                    optimizer,
+                    index,
+                    parameter,
+                    name,
+                    run_time=run_time,
+                    changing=changing[index],
+                    uncounted=uncounted[index],
+                )
                 kinds[key].append(kind)
             of[name] = kind
             begin = kind.begin | held
@@ -405,6 +413,7 @@ class _Kind:
         parameter: Tensor,
         name: str,
         *,
+        run_time: Sequence[str],
         changing: Collection[str],
         uncounted: Collection[str],
     ) -> _Kind:
@@ -428,7 +437,9 @@ class _Kind:
                 f"state {one!r} of {name!r} shares its memory with {f'state {other!r}' if other else 'the parameter'}, "
                 "and one changes by the other; expected memory of its own, as of clone()",
             )
-        others = probe(held, seed=1), probe(held, faster=0.5), probe(held, moved=0.5)
+        changes: list[dict[str, Any]] = [{"seed": 1}, {"faster": 0.5}, {"moved": 0.5}]
+        changes += [{"options": run_time}] if run_time else []
+        others = [probe(held, **one) for one in changes]
 
         def differs(first: _Probe, others: Sequence[_Probe], held: Mapping[str, Any]) -> bool:
             # What is not put in under its name, as by a copy of the dictionary, begins in an unknown way.
@@ -439,7 +450,7 @@ class _Kind:
 
         first_differs = differs(first, others, held)
         began_otherwise = first_differs or (
-            bool(held) and differs(probe({}), (probe({}, seed=1), probe({}, faster=0.5), probe({}, moved=0.5)), {})
+            bool(held) and differs(probe({}), [probe({}, **one) for one in changes], {})
         )
         there = {_OF_GROUP + key for key, value in optimizer.param_groups[index].items() if value is not None}
         there |= {_OF_ALL + key for key, value in _attributes(optimizer).items() if value is not None}
@@ -458,12 +469,13 @@ class _Kind:
             if not isinstance(key, str) or is_taken:
                 raise _refused(optimizer, f"{what} has a name that the step needs; expected another one")
             values: list[Any] = [(held | first.begun).get(key), *(after.get(key) for _, after in first.after)]
+            elsewhere = [one.after[-1][1].get(key) for one in others]
             if key not in uncounted and all(one.counts(key, held) for one in (first, *others)):
                 counters.append(key)
             elif (
                 isinstance(last, Tensor)
                 or key.startswith((_OF_GROUP, _OF_ALL))
-                or (_is_number(last) and not all(_same(one, last) for one in values[1:]))
+                or (_is_number(last) and not all(_same(one, last) for one in (*values[1:], *elsewhere)))
             ):
                 if not all(_is_tensor_or_number(one) and _type(one) == _type(last) for one in values[1:]):
                     raise _refused(optimizer, f"{what} changes its shape or type; expected neither")
@@ -546,6 +558,7 @@ class _Probe:
         seed: int = 0,
         faster: float = 0.0,
         moved: float = 0.0,
+        options: Sequence[str] = (),
         apart: bool = False,
     ) -> _Probe:
         generator = torch.Generator().manual_seed(seed)
@@ -559,7 +572,7 @@ class _Probe:
             set_state(other, index, tensor, _copied_state(own, parameter, tensor, {}))
         sharing = _sharing({"": tensor} | _leaves(other.state[tensor])) if own else None
         group = other.param_groups[index]
-        group.update(of_group)
+        group.update({key: _halved(group[key]) for key in options if key in group} | of_group)
         vars(other).update(of_all)
         after, kept = [], [_kept(other, group)]
         for _ in range(_PROBED):
@@ -608,6 +621,11 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         key: value for one in reversed(type(optimizer).__mro__) for key, value in vars(one).items() if _is_number(value)
     }
     return numbers | _unowned(vars(optimizer))
+
+
+def _halved(option: Any) -> Any:
+    """Return another value that an option may have: 0.25 for 0."""
+    return tuple(map(_halved, option)) if isinstance(option, (tuple, list)) else option * 0.5 or 0.25
 
 
 def _cloned(value: Any) -> Any:
