@@ -1334,6 +1334,16 @@ def as_if_exported() -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
+@contextlib.contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Let functions of torch.compile run as they are written, also where torch.export traces what calls them."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        yield
+
+
 def unchecked_size(fake: Any) -> Any:
     """Return a new symbolic size for a fake kernel, which need not be the size of one of its outputs."""
     with fake.fake_mode.shape_env.ignore_fresh_unbacked_symbols():

@@ -1250,3 +1250,17 @@ def test_pre_dispatch_hidden() -> None:
         assert [node.target for node in program.graph.nodes if node.op == "call_function"] == [
             torch.ops.aten.add.Tensor
         ]
+
+
+def test_nothing_compiled() -> None:
+    with needed("torch._dynamo.config.error_on_nested_fx_trace", "trace functions of torch.compile"):
+        compiled = torch.compile(lambda x: x + 1, backend=lambda *_: pytest.fail("compiled"))
+
+        class Calls(nn.Module):
+            def forward(self, x: Tensor) -> Any:
+                return compiled(x)
+
+        with private.nothing_compiled():
+            assert Calls()(torch.ones(3)).tolist() == [2.0] * 3
+            program = torch.export.export(Calls(), (torch.ones(3),), strict=False)
+        assert torch.ops.aten.add.Tensor in [node.target for node in program.graph.nodes]

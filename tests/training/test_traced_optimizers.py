@@ -201,6 +201,39 @@ class OfLists(Own):
             torch._foreach_add_(group["params"], [p.grad for p in group["params"]], alpha=-group["lr"])
 
 
+@torch.compile(backend="eager")
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+class CallsMuch(Own):
+    """Computes numbers by numpy, compares tensors, writes into rows by the count, and calls functions of lists."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {"t": 0, "rows": torch.zeros(3, *p.shape, dtype=p.dtype), "last": torch.zeros_like(p)}
+                state["rows"][state["t"] % 3] = p.grad
+                state["t"] += 1
+            states = [self.state[p] for p in group["params"]]
+            means = [state["rows"].mean(0) + state["rows"][state["t"] % 3] for state in states]
+            for state, mean in zip(states, means, strict=True):
+                if torch.allclose(mean, state["last"], rtol=0.5) or torch.equal(mean, state["last"]):
+                    mean.mul_(0.5)
+                numbers = torch.tensor([1 / state["t"], 0.5], dtype=mean.dtype)
+                mean.mul_(numbers.sum() * np.sqrt(state["t"]) / np.maximum(np.float64(2), state["t"]))
+                state["last"].copy_(_scaled(mean, 1.0))
+            powers = torch._foreach_pow(0.5, [torch.tensor(float(2)) for _ in states])
+            sizes = torch._foreach_abs(means)
+            torch._foreach_maximum_(sizes, 1e-3)
+            torch._foreach_mul_(sizes, powers)
+            torch._foreach_sqrt_(sizes)
+            torch._foreach_addcdiv_(group["params"], means, sizes, [-group["lr"] for _ in states])
+
+
 class DerivedSgd(optim.SGD):
     pass
 
@@ -234,6 +267,7 @@ VARIANTS: dict[str, MakeOptimizer] = {
     "lookahead": lambda m: Lookahead(m.parameters()),
     "lamb": lambda m: Lamb(m.parameters()),
     "preconditioned": lambda m: Preconditioned(matrices(m)),
+    "calls_much": lambda m: CallsMuch([{"params": [m.first.weight]}, {"params": [m.last.bias], "lr": 0.003}]),
     "of_lists": lambda m: OfLists(m.parameters()),
     "cycles": lambda m: Cycles(groups(m)),
     "keeps_lists": lambda m: KeepsLists(groups(m)),
@@ -241,7 +275,7 @@ VARIANTS: dict[str, MakeOptimizer] = {
     "beginning": lambda m: Beginning(groups(m)),
     "schedule_free": lambda m: ScheduleFree(groups(m)),
 }
-QUICK = {"preconditioned", "radam", "lookahead", "schedule_free", "cycles", "keeps_lists"}
+QUICK = {"calls_much", "preconditioned", "radam", "lookahead", "schedule_free", "cycles", "keeps_lists"}
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("RMSprop", {"lr": 0.01, "momentum": 0.8, "centered": True, "weight_decay": 0.1, "alpha": 0.9}),
     ("Adagrad", {"lr": 0.05, "lr_decay": 0.1, "maximize": True}),

@@ -56,6 +56,8 @@ _OF_GROUP, _OF_ALL = "group_", "optimizer_"
 of each parameter."""
 _RESERVED = frozenset((ACCUMULATED_GRADIENT, AVERAGE, *(one[1:] for one in (GRADIENT_SUFFIX, UPDATED_SUFFIX))))
 """What follows a parameter's name in inputs and outputs of a step already."""
+_OF_LISTS = "_foreach_"
+"""Begins the names of functions of lists of tensors."""
 aten = torch.ops.aten
 
 
@@ -837,8 +839,15 @@ class _Numbers(TorchFunctionMode):
             return self.number(value.to(torch.float64, copy=True) if value.is_floating_point() else value.clone())
         if name == "__deepcopy__":
             return args[0] if id(args[0]) in self._numbers else args[0].clone()
-        if name.startswith(_OF_LISTS):
-            return self._of_lists(name.removeprefix(_OF_LISTS), args, kwargs)
+        if name in _COMPARISONS:
+            return self._answer(_COMPARISONS[name](*args, **kwargs))
+        if name == "tensor" and args and (id(args[0]) in self._numbers or isinstance(args[0], (list, tuple))):
+            return self._of_numbers(func, *args, **kwargs)
+        if name in ("__getitem__", "__setitem__") and id(args[1]) in self._numbers:
+            place = (args[1].long() % len(args[0])).reshape(1)
+            if name == "__getitem__":
+                return args[0].index_select(0, place).squeeze(0)
+            args = (args[0], place, args[2])
         if name in _CONVERSIONS:
             raise _CannotTraceError(f"takes {_CONVERSIONS[name]} of its state, its gradient or the rate")
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
@@ -890,17 +899,65 @@ class _Numbers(TorchFunctionMode):
             raise _CannotTraceError("asks again and again whether something holds")
         return self._answers[asked] if asked < len(self._answers) else True
 
+    def _of_numbers(self, func: Any, data: Any, **options: Any) -> Tensor:
+        """Make a tensor of numbers: func is `torch.tensor`."""
+        parts = list(data) if isinstance(data, (list, tuple)) else [data]
+        if not any(id(one) in self._numbers for one in parts):
+            return func(data, **options)  # type: ignore[no-any-return]
+        parts = [one if isinstance(one, Tensor) else torch.tensor(one, dtype=torch.float64) for one in parts]
+        made = torch.stack([one.to(torch.float64) for one in parts]) if isinstance(data, (list, tuple)) else parts[0]
+        return made.to(options.get("device"), options.get("dtype") or torch.get_default_dtype(), copy=True)
+
+    def of_numpy(self) -> dict[str, Any]:
+        """Return what functions of numpy ask of tensors: they compute with numbers."""
+
+        def computed(tensor: Tensor, ufunc: Any, method: str, *operands: Any, **options: Any) -> Tensor:
+            function = getattr(torch, _OF_NUMPY.get(ufunc.__name__, ""), None)
+            are_numbers = all(id(one) in self._numbers or not isinstance(one, (Tensor, np.ndarray)) for one in operands)
+            if function is None or method != "__call__" or options or not are_numbers:
+                raise _CannotTraceError(f"takes numpy.{ufunc.__name__}() of its state, its gradient or the rate")
+            return self.number(function(*(torch.as_tensor(one, dtype=torch.float64) for one in operands)))
+
+        return {"__array_ufunc__": computed}
+
+    def of_lists(self) -> dict[str, Any]:
+        """Return functions of lists of tensors in the place of torch's, which take no tensors for numbers."""
+
+        def taking(name: str) -> Callable[..., Any]:
+            return lambda *args, **kwargs: self._of_lists(name.removeprefix(_OF_LISTS), args, kwargs)
+
+        return {name: taking(name) for name in _OF_NO_TENSORS}
+
     def _of_lists(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function of lists of tensors on one tensor after another."""
-        function, plain = getattr(Tensor, name), name.strip("_")
+        plain = name.strip("_")
         if plain in ("addcdiv", "addcmul") and len(args) == 4:
             args, kwargs = args[:3], kwargs | {"value": args[3]}
+        if plain in _BOUNDS and not isinstance(args[1], (list, tuple)):
+            name, plain = name.replace(plain, _BOUNDS[plain]), _BOUNDS[plain]
+        function = getattr(Tensor, name, None) or getattr(Tensor, plain)
+        if not isinstance(args[0], (list, tuple)):
+            function = getattr(torch, plain)
         results = []
-        for index in range(len(args[0])):
+        for index in range(max((len(one) for one in args if isinstance(one, (list, tuple))), default=0)):
             each = [one[index] if isinstance(one, (list, tuple)) else one for one in args]
             named = {key: one[index] if isinstance(one, (list, tuple)) else one for key, one in kwargs.items()}
-            results.append(self.__torch_function__(function, (), tuple(each), named))
+            result = self.__torch_function__(function, (), tuple(each), named)
+            results.append(each[0].copy_(result) if name.endswith("_") and result is not each[0] else result)
         return None if name.endswith("_") else results
+
+
+def _of_no_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of lists of tensors that takes empty ones too: other groups of a twin have no parameters."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        are_empty = any(isinstance(one, (list, tuple)) and not one for one in args)
+        return [] if are_empty else function(*args, **kwargs)
+
+    return called
+
+
+_OF_NO_TENSORS = {name: _of_no_tensors(getattr(torch, name)) for name in dir(torch) if name.startswith(_OF_LISTS)}
 
 
 def _expects_division_by_zero() -> bool:
@@ -957,7 +1014,28 @@ _CONVERSIONS = {
     "numpy": "numpy()",
     "__array__": "numpy()",
 }
-_OF_LISTS = "_foreach_"
+_BOUNDS = {"maximum": "clamp_min", "minimum": "clamp_max"}
+"""What lists of tensors are compared with a number by -> what a tensor is."""
+_COMPARISONS: dict[str, Callable[..., Tensor]] = {
+    "is_nonzero": lambda one: one != 0,
+    "allclose": lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
+    "equal": lambda one, other: (one == other).all() if one.shape == other.shape else torch.zeros((), dtype=torch.bool),
+}
+"""Functions of tensors that give True or False -> the same as a tensor."""
+_OF_NUMPY = {
+    one: one
+    for one in "add subtract multiply sqrt square exp expm1 log log1p log2 log10 floor ceil trunc minimum maximum sin "
+    "cos tan sinh cosh tanh reciprocal sign".split()
+}
+_OF_NUMPY |= {
+    "power": "pow",
+    "float_power": "pow",
+    "absolute": "abs",
+    "fabs": "abs",
+    "negative": "neg",
+    "divide": "div",
+}
+"""Functions of numpy that compute with numbers -> those of torch."""
 _SCALED = {
     "add": "alpha",
     "sub": "alpha",
@@ -1194,7 +1272,8 @@ class _Trace:
         with (
             _Numbers(answers) as python,
             _replaced(math, _of_tensors()),
-            _replaced(Tensor, python.of_keys() | _AS_NUMBERS),
+            _replaced(torch, python.of_lists()),
+            _replaced(Tensor, python.of_keys() | python.of_numpy() | _AS_NUMBERS),
         ):
             given = {key: self.count.clone() for key in kind.counters}
             given |= {key: one.clone() for key, one in zip(kind.states, self.state, strict=True)}
@@ -1273,7 +1352,7 @@ def _rules(optimizer: torch.optim.Optimizer, kinds: Sequence[_Kind], run_time: S
     numbers = tuple(tuple(number.clone() for _ in of_group) for of_group in places)
     arguments = (number, tuple(number.clone() for _ in groups), numbers, given)
     try:
-        with torch.no_grad(), quiet(), _replaced(torch.compiler, _AS_IF_RUN):
+        with torch.no_grad(), quiet(), _replaced(torch.compiler, _AS_IF_RUN), private.nothing_compiled():
             program = torch.export.export(_Steps(optimizer, kinds, places), arguments, strict=False)
     except _NumberError:
         raise
@@ -1571,7 +1650,8 @@ def _require_implementation(optimizer: torch.optim.Optimizer) -> None:
         groups = _groups(optimizer, {parameter: wide[one] for parameter, one in copies.items()})
         twins = twin(optimizer, groups, states, _rates(optimizer), implementation)
         try:
-            twins.step()
+            with private.nothing_compiled(), _replaced(torch, _OF_NO_TENSORS):
+                twins.step()
         except Exception:
             # What PyTorch itself cannot run, as on a CPU, cannot be compared.
             return
@@ -1624,7 +1704,8 @@ def take_step(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) ->
         ExportError: it fails.
     """
     try:
-        other.step()
+        with private.nothing_compiled(), _replaced(torch, _OF_NO_TENSORS):
+            other.step()
     except Exception as error:
         # A user's optimizer may raise anything.
         raise _refused(optimizer, f"its step fails: {explaining.reason(error)}") from error

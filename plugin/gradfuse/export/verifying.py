@@ -853,7 +853,7 @@ class _Updates:
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(copy, self._max_norm, self._norm.to(copy.dtype))
             if not self._skipped:
-                twin.step()
+                traced_optimizer.take_step(optimizer, twin)
             yield part, copy.double().reshape(-1).numpy()
 
     def _gradient(self, name: str, part: slice) -> Tensor:
