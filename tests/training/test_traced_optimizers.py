@@ -267,7 +267,7 @@ VARIANTS: dict[str, MakeOptimizer] = {
     "lookahead": lambda m: Lookahead(m.parameters()),
     "lamb": lambda m: Lamb(m.parameters()),
     "preconditioned": lambda m: Preconditioned(matrices(m)),
-    "calls_much": lambda m: CallsMuch([{"params": [m.first.weight]}, {"params": [m.last.bias], "lr": 0.003}]),
+    "calls_much": lambda m: CallsMuch([{"params": [p], "lr": 0.03} for p in [*m.parameters()][::3]]),
     "of_lists": lambda m: OfLists(m.parameters()),
     "cycles": lambda m: Cycles(groups(m)),
     "keeps_lists": lambda m: KeepsLists(groups(m)),
