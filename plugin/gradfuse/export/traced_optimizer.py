@@ -448,7 +448,7 @@ class _Kind:
             is_seen = first.after[0][1].keys() <= held.keys() | first.begun.keys()
             if not is_seen or not all(_same(first.begun, one.begun) for one in others):
                 return True
-            return not _same(probe({**held, **first.begun}).after[0], first.after[0])
+            return not _same(probe({**held, **first.begun}, begun=first.put).after[0], first.after[0])
 
         first_differs = differs(first, others, held)
         began_otherwise = first_differs or (
@@ -534,12 +534,14 @@ class _Probe:
 
     Attributes:
         begun: name -> value of the state that was not there, as it was first put there.
+        put: the same of the parameter's own state, with its lists and dictionaries.
         after: the parameter and its state after each step.
         form: the state after the last one, with its lists and dictionaries.
         sharing: the names of two tensors of the state that share memory; the parameter has none.
     """
 
     begun: dict[str, Any]
+    put: dict[str, Any]
     after: list[tuple[Tensor, dict[str, Any]]]
     form: dict[str, Any]
     sharing: tuple[str, str] | None
@@ -561,6 +563,7 @@ class _Probe:
         faster: float = 0.0,
         moved: float = 0.0,
         options: Sequence[str] = (),
+        begun: Mapping[str, Any] | None = None,
         apart: bool = False,
     ) -> _Probe:
         generator = torch.Generator().manual_seed(seed)
@@ -570,7 +573,7 @@ class _Probe:
         other.state = _States(_Watched)
         own, of_group, of_all = _divided(held)
         if own:
-            other.state[tensor] = _Watched(copy.deepcopy(_own_state(optimizer, parameter)))
+            other.state[tensor] = _Watched(copy.deepcopy({**_own_state(optimizer, parameter), **(begun or {})}))
             set_state(other, index, tensor, _copied_state(own, parameter, tensor, {}))
         sharing = _sharing({"": tensor} | _leaves(other.state[tensor])) if own else None
         group = other.param_groups[index]
@@ -599,13 +602,14 @@ class _Probe:
                 there[key] = values[0]
             for (_, state), one in zip(after, values[1:], strict=True):
                 state[key] = one
-        begun = _leaves(other.state[tensor].begun)
-        for key, value in begun.items():
+        put = dict(other.state[tensor].begun)
+        found = _leaves(put)
+        for key, value in found.items():
             counted = [state.get(key) for _, state in after]
             if _is_number(value) and value == counted[0] and _counts([0, *counted]):
                 # `state.get(key, 0) + 1` was put there.
-                begun[key] = value - 1
-        return cls(begun | there, after, form, sharing)
+                found[key] = value - 1
+        return cls(found | there, _filled(put, found), after, form, sharing)
 
 
 def _kept(
@@ -635,7 +639,7 @@ def _cloned(value: Any) -> Any:
 
 
 def _copy_but_tensor(value: Any) -> Any:
-    return value if isinstance(value, Tensor) else _copy_of(value)
+    return value if isinstance(value, (Tensor, torch.Generator)) else _copy_of(value)
 
 
 def _changes(optimizer: torch.optim.Optimizer, key: str) -> ExportError:
@@ -1762,6 +1766,9 @@ def _holds_tensors(value: Any) -> bool:
 
 def _copy_of(value: Any, depth: int = 3) -> Any:
     """Return a deep copy, but for what cannot be copied, such as locks and files."""
+    if isinstance(value, torch.Generator):
+        # A deep copy is made of tensors, which fails in a trace.
+        return value.clone_state()
     try:
         return copy.deepcopy(value)
     except Exception:
