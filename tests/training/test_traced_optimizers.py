@@ -569,6 +569,12 @@ class HasTensors(Own):
         self.means = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
 
 
+class Wraps(Own):
+    def __init__(self, params: Any) -> None:
+        self.inner = optim.SGD(params)
+        super().__init__(self.inner.param_groups)
+
+
 class TakesName(Own):
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["average"] = state.get("average", torch.zeros_like(p)) * 0.9 + p * 0.1
@@ -659,6 +665,7 @@ class NoRate(Own):
         (Loops, "its step takes int() of its state"),
         (Waits, "its step asks again and again whether something holds"),
         (HasTensors, "it has tensors in its attribute 'means'"),
+        (Wraps, "it wraps SGD in its attribute 'inner'; expected a step that updates the parameters itself"),
         (TakesName, "state 'average' of 'first.weight' has a name that the step needs"),
         (NoRate, "parameter group 0 has no option 'lr'"),
     ],

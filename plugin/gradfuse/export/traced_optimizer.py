@@ -1487,6 +1487,12 @@ def _require_traceable(optimizer: torch.optim.Optimizer) -> None:
         if group["lr"] is None:
             raise _refused(optimizer, f"the lr of parameter group {index} is None; expected a number")
     for key, value in _unowned(vars(optimizer)).items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise _refused(
+                optimizer,
+                f"it wraps {type(value).__name__} in its attribute {key!r}; expected a step that updates the "
+                "parameters itself, as of a subclass of that",
+            )
         if _holds_tensors(value):
             raise _refused(optimizer, f"it has tensors in its attribute {key!r}; expected them in its state")
 
