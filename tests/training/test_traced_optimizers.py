@@ -477,6 +477,16 @@ class ChangesAttributeLater(Own):
         p.sub_(g * group["lr"] * (0.1 if self.is_late else 1.0))
 
 
+class ChangesRateLater(Own):
+    """Takes the rate from a gradient late, as SWATS does."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["n"] = state.get("n", 0) + 1
+        p.sub_(g * group["lr"])
+        if state["n"] > 6000 and torch.allclose(g, g.mean(), rtol=0.1):
+            group["lr"] = g.norm().item()
+
+
 class ClipsLate(Own):
     """Clips by a norm that small gradients do not reach, and at no learning rate is seen."""
 
@@ -650,6 +660,7 @@ class NoRate(Own):
         (LooksUp, "its step looks up its count, the rate or another number in a set or a dictionary"),
         (LooksUpText, "its step takes the text of its state, its gradient or the rate"),
         (ChangesAttributeLater, "its step changes its attribute 'is_late' in later steps; expected changes of state"),
+        (ChangesRateLater, "its step changes the option 'lr' of its parameter group in later steps; expected changes"),
         (ClipsLate, "its step updates 'first.weight' otherwise when it has other parameters besides"),
         (lambda p: OfAllLate(p, after=2000), "its step updates 'first.weight' otherwise when it has other parameters"),
         (lambda p: OfAllLate(p, after=10**6), "its step updates 'first.weight' otherwise when it has other parameters"),

@@ -1792,6 +1792,9 @@ def _same(one: Any, other: Any, compared: frozenset[tuple[int, int]] = frozenset
         return True
     same = functools.partial(_same, compared=compared | {(id(one), id(other))})
     if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if not {type(one), type(other)} <= {Tensor, nn.Parameter}:
+            # In a trace, which has no values.
+            return False
         return one.dtype == other.dtype and to_numpy(one).tobytes() == to_numpy(other).tobytes()
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
