@@ -745,6 +745,16 @@ class KeepsInClass(Own):
         p.sub_(g * group["lr"] * (0.1 if len(self.history) > 4000 else 1.0))
 
 
+_steps_taken = 0
+
+
+class CountsInGlobal(Own):
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        global _steps_taken
+        _steps_taken += 1
+        p.sub_(g * group["lr"] / _steps_taken)
+
+
 def has_schedule(params: Any) -> Own:
     """Has a function that counts in a variable of its own."""
     counted = itertools.count()
@@ -780,6 +790,7 @@ class BeginsAnywhere(Own):
     "make, message",
     [
         (KeepsInClass, "its step changes KeepsInClass.history; expected changes of state alone"),
+        (CountsInGlobal, "its step changes _steps_taken; expected changes of state alone"),
         (has_schedule, "its step changes counted; expected changes of state alone"),
         (SkipsSeldom, "its step draws random numbers by Python or numpy; expected none"),
         (SkipsLate, "its step draws random numbers by Python or numpy; expected none"),

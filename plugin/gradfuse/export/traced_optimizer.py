@@ -173,8 +173,13 @@ def _traced(
     done = _steps_done(of, counts)
     every = [kind for alike in kinds.values() for kind in alike]
     outside = _reachable(optimizer)
-    if len(of) > 1:
-        _require_separate(optimizer, of, names)
+    try:
+        if len(of) > 1:
+            _require_separate(optimizer, of, names)
+    except ExportError:
+        # What is kept elsewhere may be why.
+        _require_unchanged(optimizer, outside.changed())
+        raise
     for kind in every:
         for option in run_time:
             if _OF_GROUP + option in (*kind.states, *kind.counters):
