@@ -176,6 +176,63 @@ def test_what_is_written_past_the_gradient_of_a_result_leaves_it_as_it_was(betwe
     _trains_as_pytorch(Written(_nothing, between), lambda output, target: F.mse_loss(output.sin(), target))
 
 
+def _advantages(_: Any, hidden: Tensor) -> Tensor:
+    """As a loop from the last step of a trajectory to the first one fills a table."""
+    table, last = torch.zeros(hidden.shape), torch.zeros(len(hidden))
+    with torch.no_grad():
+        for index in reversed(range(4)):
+            last = table[:, index] = hidden[:, index + 1] - hidden[:, index] + 0.5 * last
+    return table
+
+
+def _rows(_: Any, hidden: Tensor) -> Tensor:
+    """What is written with gradients keeps them."""
+    table = torch.zeros(hidden.shape)
+    row = table[0]
+    with torch.no_grad():
+        row.add_(hidden[1])
+    table[1] = hidden[2].sin()
+    return table + row
+
+
+def _in_data_of_a_new_one(_: Any, hidden: Tensor) -> Tensor:
+    table = torch.zeros(hidden.shape)
+    table.data.copy_(hidden).t().lerp_(hidden.sin().t(), 0.25)
+    table.detach()[0] = hidden[1]
+    return table
+
+
+@pytest.mark.parametrize("between", [_advantages, _rows, _in_data_of_a_new_one])
+def test_what_is_written_past_the_gradient_of_a_new_tensor_has_none(between: Callable[..., Tensor]) -> None:
+    class Read(Written):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            return self.second(hidden * between(self, hidden))  # type: ignore[no-any-return]
+
+    _trains_as_pytorch(Read())
+
+
+def test_a_codebook_follows_what_is_assigned_to_it() -> None:
+    """As vector quantisation averages the rows that chose a code, in a layout of its own."""
+
+    class Codes(nn.Linear):
+        codes: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(5, 4)
+            self.register_buffer("codes", torch.linspace(-1.0, 1.0, 12).view(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = super().forward(x)
+            chosen = torch.cdist(rows, self.codes).argmin(1)
+            counts = F.one_hot(chosen, 3).to(rows.dtype)
+            found = self.codes[chosen]
+            self.codes.data.lerp_((rows.t() @ counts).t(), 0.25)
+            return rows + (found - rows).detach() + self.codes[0]
+
+    _trains_as_pytorch(Codes())
+
+
 def test_an_alias_that_was_written_into_has_no_gradient_where_it_is_read() -> None:
     class Read(Written):
         def forward(self, x: Tensor) -> Tensor:

@@ -273,7 +273,7 @@ def keep_stops(program: ExportedProgram) -> None:
 
 
 def _write_past_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Leave what `x.data.mul_(2)` and the like write into x the gradient that it had.
+    """Leave what `x.data.mul_(2)` and the like write into x the gradient that it had, or none.
 
     Returns the calls of `detach` whose results are written into, and thus stay views.
     """
@@ -283,9 +283,12 @@ def _write_past_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     for write in list(graph.nodes):
         for target in written(write) if write.op == "call_function" else ():
             detached = _detached(target)
-            if detached is None or not _has_gradient(detached.args[0]):  # type: ignore[arg-type]
+            if detached is None:
                 continue
             found[detached] = None
+            takes_gradients = any(map(_has_gradient, write.all_input_nodes))
+            if not takes_gradients and not _has_gradient(detached.args[0]):  # type: ignore[arg-type]
+                continue
             order = {node: index for index, node in enumerate(graph.nodes)}
             memory = private.storage(target.meta["val"])
             for node in list(order)[: order[write]]:
@@ -293,23 +296,27 @@ def _write_past_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
                 later = [user for user in node.users if order[user] > order[write]]
                 if not later or not isinstance(value, torch.Tensor) or private.storage(value) != memory:
                     continue
-                if not _has_gradient(node):
+                had_gradient = _has_gradient(node)
+                if not had_gradient and (not takes_gradients or _detached(node) is not None):
                     continue
                 now = node
                 while now in behind and detached.args[0] not in behind:
                     now = behind[now]
-                with graph.inserting_before(write):
-                    source = graph.call_function(aten.clone.default, (node,))
                 with graph.inserting_after(write):
-                    changed = graph.call_function(STOP_GRADIENT, (now,))
-                with graph.inserting_after(changed):
-                    passed = graph.call_function(_PASS_GRADIENT, (changed, source))
-                source.meta, changed.meta, passed.meta = (dict(node.meta) for _ in range(3))
+                    passed = changed = graph.call_function(STOP_GRADIENT, (now,))
+                changed.meta = dict(node.meta)
+                if had_gradient:
+                    with graph.inserting_before(write):
+                        source = graph.call_function(aten.clone.default, (node,))
+                    with graph.inserting_after(changed):
+                        passed = graph.call_function(_PASS_GRADIENT, (changed, source))
+                    source.meta, passed.meta = dict(node.meta), dict(node.meta)
                 behind[passed] = now
                 for user in later:
                     user.replace_input_with(node, passed)
     for detached in found:
-        _stop_readers(detached)
+        if _has_gradient(detached.args[0]):  # type: ignore[arg-type]
+            _stop_readers(detached)
     return set(found)
 
 
@@ -343,7 +350,7 @@ def _stop_readers(detached: torch.fx.Node) -> None:
 
 
 def _pass_through(block: torch.fx.Node) -> dict[Any, torch.fx.Node | None]:
-    """Leave what code under `no_grad` writes into the gradients that it had: PyTorch does not know that it changed.
+    """Leave what code under `no_grad` writes into the gradients that it had, or none: PyTorch sees no change of it.
 
     Returns what takes the place of the results that are such a tensor, by index.
     """
@@ -353,19 +360,25 @@ def _pass_through(block: torch.fx.Node) -> dict[Any, torch.fx.Node | None]:
     given = dict(zip((node for node in code.nodes if node.op == "placeholder"), block.args[2:], strict=True))
     memory = {private.storage(one.meta["val"]) for node in code.nodes for one in written(node)}
     order = {node: index for index, node in enumerate(graph.nodes)}
+    takes_gradients = any(isinstance(one, torch.fx.Node) and _has_gradient(one) for one in block.args[2:])
     passed: dict[Any, torch.fx.Node] = {}
     for node in list(order)[: order[block]]:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or private.storage(value) not in memory or not _has_gradient(node):
+        if not isinstance(value, torch.Tensor) or private.storage(value) not in memory:
+            continue
+        had_gradient = _has_gradient(node)
+        if not had_gradient and not takes_gradients:
             continue
         later = [user for user in node.users if order[user] > order[block]]
-        with graph.inserting_before(block):
-            source = graph.call_function(aten.clone.default, (node,))
         with graph.inserting_after(block):
-            changed = graph.call_function(STOP_GRADIENT, (node,))
-        with graph.inserting_after(changed):
-            passed[node] = graph.call_function(_PASS_GRADIENT, (changed, source))
-        source.meta, changed.meta, passed[node].meta = (dict(node.meta) for _ in range(3))
+            changed = passed[node] = graph.call_function(STOP_GRADIENT, (node,))
+        changed.meta = dict(node.meta)
+        if had_gradient:
+            with graph.inserting_before(block):
+                source = graph.call_function(aten.clone.default, (node,))
+            with graph.inserting_after(changed):
+                passed[node] = graph.call_function(_PASS_GRADIENT, (changed, source))
+            source.meta, passed[node].meta = dict(node.meta), dict(node.meta)
         for user in later:
             user.replace_input_with(node, passed[node])
     results: Any = code.output_node().args[0]

@@ -371,10 +371,10 @@ def fake_quantize_per_channel_affine(
 
 def data(tensor: Tensor, *of_class: Any) -> Tensor:
     """Read `.data`, which torch.export treats as a constant."""
-    if not tensor.requires_grad:
-        return tensor
     # What is written into the result of `detach` is lost in a part of the program that is under `no_grad`.
-    return tensor.detach() if torch.is_grad_enabled() else tensor.view_as(tensor)
+    if torch.is_grad_enabled():
+        return tensor.detach()
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:

@@ -66,6 +66,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.mean.dim: mean,
         aten.empty_permuted.default: backward.empty_permuted,
         aten.copy.default: backward.copy,
+        # In the decompositions of lerp and index_fill: another layout in memory, which ONNX does not have.
+        torch.ops.prims.copy_strided.default: lambda a, stride: a.clone(),
         aten.split_with_sizes.default: split_with_sizes,
         # Checks of values, whose results nothing reads.
         aten._is_all_true.default: lambda self: self.all(),
