@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +150,32 @@ def test_functions_of_numbers_take_sizes(function: Callable[[Tensor], Tensor]) -
     for items, length in lengths:
         assert_like_torch(step, module, F.mse_loss, _batch(items, length))
     assert function.__code__ is code and "gradfuse_numbers" not in globals()
+
+
+def _by_length(output: Tensor, target: Tensor, power: int) -> Tensor:
+    return (output - target).pow(power).sum() / max(1, len(output))
+
+
+def test_functions_that_another_one_has_made_take_sizes() -> None:
+    """As a loss that is defined in `main`, or a model in a function that makes it."""
+
+    def share(h: Tensor) -> Tensor:
+        return h[:, : int(h.shape[1] * 0.5)] * max(1, len(h))
+
+    torch.manual_seed(0)
+    module = Between(share)
+    shapes: Any = ({0: "batch", 1: "length"},), ({0: "batch"},)
+    step = export_training_step(module, F.mse_loss, _batch(3, 12), dynamic_shapes=shapes, fuse=False)
+    assert_like_torch(step, module, F.mse_loss, _batch(5, 9))
+
+
+def test_the_length_of_a_tensor_is_a_size_in_other_packages_too() -> None:
+    """Those of module and loss have `len` replaced, but a partial function is of none."""
+    torch.manual_seed(0)
+    module, loss = nn.Linear(4, 4), functools.partial(_by_length, power=2)
+    batches = [((torch.randn(items, 4),), (torch.randn(items, 4),)) for items in (3, 5)]
+    step = export_training_step(module, loss, batches[0], dynamic_shapes=(({0: "n"},), ({0: "n"},)))
+    assert_like_torch(step, module, loss, batches[1])
 
 
 def test_a_size_of_one_is_compared_with_torch() -> None:

@@ -162,12 +162,13 @@ def functions_of(codes: Collection[CodeType], step: TorchStep) -> dict[int, list
 
 
 def around(codes: Collection[CodeType], step: TorchStep) -> dict[int, CodeType]:
-    """Return the code of the function that each of these codes is defined in, by its id; none for other codes."""
+    """Return the code of the innermost function that each of these codes is defined in, by its id; none for others."""
     found: dict[int, CodeType] = {}
     for one in _functions(codes, step):
-        found |= {
-            id(code): one.__code__ for code in codes if code is not one.__code__ and is_within(code, one.__code__)
-        }
+        for code in codes:
+            if code is not one.__code__ and is_within(code, one.__code__):
+                known = found.get(id(code))
+                found[id(code)] = one.__code__ if known is None or is_within(one.__code__, known) else known
     return found
 
 

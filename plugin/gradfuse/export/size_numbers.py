@@ -7,6 +7,7 @@ rewritten, so that they take sizes; and numbers in tensors, as in `int(self.poin
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import math
@@ -85,7 +86,8 @@ class SizeNumbers:
         calls = [(old, line) for old, line in calls if line not in self.lines.get(old, ())]
         calls = [(old, line) for old, line in calls if _LINE.search(explaining.line_of(old, line))]
         outer = around([old for old, _ in calls], step)
-        calls = [(outer.get(id(old), old), line) for old, line in calls]
+        # That of a factory made its functions before, and that of a call makes them again.
+        calls += [(outer[id(old)], line) for old, line in calls if id(old) in outer]
         functions = functions_of([old for old, _ in calls], step)
         for old, line in calls:
             lines = self.lines.get(old, frozenset())
@@ -123,6 +125,9 @@ class _Numbers:
         if function is torch.from_numpy and isinstance(args[0], Tensor):
             # See `_arange`.
             return args[0]
+        if function is builtins.len and isinstance(args[0], Tensor) and args[0].dim():
+            # In packages other than those of module and loss.
+            return args[0].shape[0]
         depends = any(map(_depends, (*args, *kwargs.values())))
         instead = _INSTEAD.get(function) if depends and isinstance(function, Hashable) else None
         if instead is not None:
@@ -335,7 +340,7 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch.stack: _stack,
 }
 
-_NAMES = frozenset(one.__name__ for one in (*_OF_ONE, *_INSTEAD)) | {"around", "round", "from_numpy"}
+_NAMES = frozenset(one.__name__ for one in (*_OF_ONE, *_INSTEAD)) | {"around", "round", "from_numpy", "len"}
 """The last names of the functions whose calls are rewritten."""
 
 _LINE = re.compile(rf"\b({'|'.join(sorted(_NAMES))})\(")
