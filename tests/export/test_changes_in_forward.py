@@ -58,6 +58,11 @@ def _together(teacher: Tensor, student: Tensor) -> None:
     torch._foreach_lerp_([teacher], [student], 0.1)
 
 
+def _in_detached(teacher: Tensor, student: Tensor) -> None:
+    """As through `state_dict()`, which detaches."""
+    teacher.detach().copy_(teacher * 0.9 + student * 0.1)
+
+
 class Following(nn.Module):
     """Two layers, the second of which is frozen and follows the first, as in momentum contrast."""
 
@@ -73,7 +78,7 @@ class Following(nn.Module):
         return self.student(x) + self.teacher(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("follow", [_by_copies, _by_data, _in_data, _together])
+@pytest.mark.parametrize("follow", [_by_copies, _by_data, _in_data, _together, _in_detached])
 @pytest.mark.sampled(every=2)
 def test_frozen_parameters_that_the_step_changes_are_buffers(follow: Callable[[Tensor, Tensor], None]) -> None:
     _trains_as_pytorch(Following(follow))

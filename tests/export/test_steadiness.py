@@ -667,8 +667,13 @@ def test_what_is_made_once_and_does_not_follow_from_the_batch_exports() -> None:
 
 @pytest.mark.parametrize(
     "made",
-    [lambda x, _: x.detach().mean(), lambda _, weight: weight.detach().norm()],
-    ids=["of the batch", "of a parameter"],
+    [
+        lambda x, _: x.detach().mean(),
+        lambda _, weight: weight.detach().norm(),
+        lambda x, _: F.dropout(torch.ones(len(x), 4)),
+        lambda *_: torch.rand(4),
+    ],
+    ids=["of the batch", "of a parameter", "a mask of dropout", "random numbers"],
 )
 def test_what_is_kept_of_the_first_call_is_refused(made: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(ExportError, match=r"keeps something of an earlier call, in .*, as it changes Kept\.kept"):

@@ -255,10 +255,12 @@ _PASS_GRADIENT = torch.ops.gradfuse.pass_gradient.default
 
 def keep_stops(program: ExportedProgram) -> None:
     """Mark where `detach` or `no_grad` stops gradients in a traced program: decompositions lose it."""
-    written_into = _write_past_gradients(program.graph)
+    written_past = _write_past_gradients(program.graph)
     for module in program.graph_module.modules():
         if not isinstance(module, torch.fx.GraphModule):
             continue
+        # Those of a part of the program stay views as well: what is written there has no gradient.
+        written_into = written_past if module is program.graph_module else _detached_and_written(module.graph)
         for node in list(module.graph.nodes):
             if node.target is aten.detach.default and node not in written_into:
                 node.target = STOP_GRADIENT
@@ -318,6 +320,13 @@ def _write_past_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         if _has_gradient(detached.args[0]):  # type: ignore[arg-type]
             _stop_readers(detached)
     return set(found)
+
+
+def _detached_and_written(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Return the calls of `detach` whose results are written into."""
+    calls = (node for node in graph.nodes if node.op == "call_function")
+    detached = (_detached(target) for node in calls for target in written(node))
+    return {node for node in detached if node is not None}
 
 
 def _detached(node: torch.fx.Node) -> torch.fx.Node | None:

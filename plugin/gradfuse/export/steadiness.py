@@ -126,7 +126,7 @@ def first_run(step: TorchStep, state: PythonState, *, frozen_inputs: bool = Fals
             _compare_at_other_times(step, state, first, changed)
         if changed:
             _compare_later(step, state, first, numbers)
-            _compare_on_others(step, state, changed)
+            _compare_on_others(step, state, first, changed)
         text = _of_ties(step, first, found)
         if text is not None:
             raise refusal(text)
@@ -376,28 +376,31 @@ def _compare_later(step: TorchStep, state: PythonState, first: Outcome, numbers:
     state.restore()
 
 
-def _compare_on_others(step: TorchStep, state: PythonState, changed: list[str]) -> None:
-    """Compare a step that is new with one that has run before, on tensors that this has not seen."""
-    others = _with_others(step)
+def _compare_on_others(step: TorchStep, state: PythonState, first: Outcome, changed: list[str]) -> None:
+    """Compare a step that is new with one that has run before, on tensors that this has not seen.
+
+    The earlier one draws other random numbers, as what it keeps may be such.
+    """
+    others, earlier = _with_others(step), step.with_dropout_seed() if first.dropouts else step
 
     def use() -> None:
         state.restore()
-        _run(step)
+        _run(earlier)
 
     try:
         state.restore()
-        first = _run(others)
+        new = _run(others)
         use()
         # PyTorch counts updates: who keeps something until a parameter is written into asks for that.
-        second = _run(others, _updated(step, first))
+        used = _run(others, _updated(step, new))
     except ExportError:
         # Tensors that the module refuses.
         return
-    if _differ(step, _outputs(first), _outputs(second)):
+    if _differ(step, _outputs(new), _outputs(used)):
         state.restore()
         fresh = _recorded(lambda: _run(others))
         use()
-        found = _first_difference(step, fresh, _recorded(lambda: _run(others, _updated(step, first))))
+        found = _first_difference(step, fresh, _recorded(lambda: _run(others, _updated(step, new))))
         if found is not None:
             raise _refused(step, state, "the step keeps something of an earlier call", found, changed)
 
