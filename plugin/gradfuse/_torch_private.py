@@ -414,7 +414,7 @@ def batched_by(rules: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Let `vmap` batch operators by other rules than PyTorch's own.
 
     Args:
-        rules: operator, such as `torch.ops.aten.cat` -> its rule, as for `torch.library.register_vmap`.
+        rules: operator or overload, such as `torch.ops.aten.cat` -> its rule, as for `torch.library.register_vmap`.
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
@@ -422,7 +422,7 @@ def batched_by(rules: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
             # Of a kernel that takes the place of another one.
             warnings.simplefilter("ignore")
             for operator, rule in rules.items():
-                torch.library.register_vmap(str(operator).replace(".", "::"), rule, lib=library)
+                torch.library.register_vmap(str(operator).replace(".", "::", 1), rule, lib=library)
         yield
     finally:
         library._destroy()

@@ -142,7 +142,8 @@ def test_the_loss_of_linear_layer_and_cross_entropy_exports() -> None:
             return F.linear_cross_entropy(self.layer(x), self.weight, target, options=options)
 
     batch = (torch.randn(FEWEST_ROWS, 3), torch.randint(0, CLASSES, (FEWEST_ROWS,)))
-    step = export_training_step(Head(), lambda loss: loss, (batch, ()))
+    shapes = ({0: "rows"}, {0: "rows"}), ()
+    step = export_training_step(Head(), lambda loss: loss, (batch, ()), dynamic_shapes=shapes)
     assert_one_head(step)
 
 

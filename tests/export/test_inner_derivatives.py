@@ -455,14 +455,44 @@ def test_what_adds_to_gradients_of_parameters_is_refused() -> None:
         export_training_step(Model(network(), adds), penalised, inputs_and_targets())
 
 
+def test_gradients_of_the_loss_of_each_item() -> None:
+    """As differentially private training takes them; each item is also sorted."""
+
+    class Private(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            def loss(parameters: dict[str, Tensor], item: Tensor, label: Tensor) -> Tensor:
+                logits = F.linear(item.sort()[0], parameters["weight"], parameters["bias"]).sort()[0]
+                return F.cross_entropy(logits.unsqueeze(0), label.unsqueeze(0))
+
+            parameters: dict[str, Tensor] = dict(self.layer.named_parameters())
+            of_items = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, target)
+            total: Tensor = of_items["weight"].square().sum()
+            return F.cross_entropy(self.layer(x), target) + total
+
+    torch.manual_seed(0)
+    module = Private()
+    batches = [((torch.randn(items, 4), torch.randint(0, 3, (items,))), ()) for items in (5, 7)]
+    shapes = ({0: "batch"}, {0: "batch"}), ()
+    step = export_training_step(module, _itself, batches[0], dynamic_shapes=shapes)
+    assert_like_torch(step, module, _itself, batches[1])
+
+
+def _itself(loss: Tensor) -> Tensor:
+    return loss
+
+
 def test_an_operator_of_known_sizes_is_named() -> None:
-    def sorted_items(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        gradient = vmap(grad(lambda item: net(item.sort()[0]).squeeze()))(x)
+    def pooled_items(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        gradient = vmap(grad(lambda item: net(F.max_pool1d(item[None], 3, 1, 1)[0]).squeeze()))(x)
         return net(x), gradient.square().mean()
 
     shapes = ({0: "batch"}, {0: "batch"})
     with pytest.raises(ExportError, match=r"within vmap takes sizes that are known alone"):
-        export_training_step(Model(network(), sorted_items), penalised, inputs_and_targets(), dynamic_shapes=shapes)
+        export_training_step(Model(network(), pooled_items), penalised, inputs_and_targets(), dynamic_shapes=shapes)
 
 
 def test_what_crashes_pytorch_is_refused() -> None:

@@ -160,7 +160,8 @@ def test_functions_that_another_one_has_made_take_sizes() -> None:
     """As a loss that is defined in `main`, or a model in a function that makes it."""
 
     def share(h: Tensor) -> Tensor:
-        return h[:, : int(h.shape[1] * 0.5)] * max(1, len(h))
+        parts = [h[:, : int(h.shape[1] * one)].sum(1, keepdim=True) for one in (0.25, 0.5)]
+        return h[:, : int(h.shape[1] * 0.5)] * parts[0] + parts[1] * max(1, len(h))
 
     torch.manual_seed(0)
     module = Between(share)

@@ -15,7 +15,7 @@ from like_torch import assert_like_torch
 from torch import Tensor, nn
 from training_models import autograd, run
 
-from gradfuse import ArgumentError, TrainingSession, export_training_step
+from gradfuse import ArgumentError, ExportError, TrainingSession, export_training_step
 from gradfuse.export import traced_functions
 from gradfuse.testing import assert_gradients_close
 
@@ -269,6 +269,56 @@ def test_samples_at_exact_pixels_have_torchs_gradients(dtype: torch.dtype, paddi
                 for got, wanted in zip(*results, strict=True):
                     largest = max(_LARGEST, float(wanted.detach().abs().max()))
                     assert_gradients_close(got, wanted, wanted.double(), dtype, terms=largest)
+
+
+def _of_selected(h: Tensor) -> Tensor:
+    """As circle loss sums up the pairs that a mask selects."""
+    found = h[h.detach() > 0.0]
+    return found.logsumexp(0) + torch.logsumexp(found.view(1, -1), (0, 1), keepdim=True) * h
+
+
+def _resized(h: Tensor) -> Tensor:
+    """As AWD-LSTM makes the mask of its embedding."""
+    return h * h.data.new().resize_((len(h), 1)).fill_(0.5).expand_as(h)
+
+
+@pytest.mark.parametrize("function", [_of_selected, _resized])
+def test_functions_of_what_is_found(function: Callable[[Tensor], Tensor]) -> None:
+    class Found(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(super().forward(x))
+
+    torch.manual_seed(0)
+    module = Found(4, 3)
+    batches = [((torch.randn(items, 4),), (torch.randn(items, 3),)) for items in (5, 7)]
+    step = export_training_step(module, F.mse_loss, batches[0], dynamic_shapes=(({0: "n"},), ({0: "n"},)), fuse=False)
+    assert_like_torch(step, module, F.mse_loss, batches[1])
+
+
+def test_a_tensor_that_is_resized_is_named() -> None:
+    class Resized(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.clone().resize_(2, 4))
+
+    with pytest.raises(ExportError, match=r"calls resize_ of a tensor of shape \(5, 4\); expected torch\.empty"):
+        export_training_step(Resized(4, 3), F.mse_loss, (torch.randn(5, 4), torch.randn(2, 3)))
+
+
+def test_losses_by_vmap_are_one_for_all_items() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        def of_item(item: Tensor, label: Tensor) -> Tensor:
+            return F.cross_entropy(item[None], label[None])
+
+        result: Tensor = torch.func.vmap(of_item)(output, target).mean()
+        return result
+
+    module, counts = nn.Linear(4, 3), set()
+    for items in (3, 6):
+        batch = torch.randn(items, 4), torch.arange(items) % 3
+        step = export_training_step(module, loss, batch, fuse=False)
+        assert_like_torch(step, module, loss, batch)
+        counts.add(len(step.model.graph.node))
+    assert len(counts) == 1
 
 
 def test_classes_may_be_bytes() -> None:

@@ -1167,6 +1167,9 @@ def test_batched_by() -> None:
         with private.batched_by({torch.ops.aten.cat: lambda info, in_dims, tensors, dim=0: (tensors[0] * 0, 0)}):
             assert not torch.func.vmap(lambda x: torch.cat([x, x]))(torch.ones(2, 3)).any()
         assert torch.func.vmap(lambda x: torch.cat([x, x]))(torch.ones(2, 3)).shape == (2, 6)
+        index = torch.tensor([0])
+        with private.batched_by({torch.ops.aten.scatter.value: lambda info, in_dims, x, *_: (x * 0, 0)}):
+            assert not torch.func.vmap(lambda x: x.scatter(0, index, 1.0))(torch.ones(2, 3)).any()
 
 
 def test_innermost() -> None:

@@ -29,6 +29,13 @@ torch.library.register_fake("gradfuse::in_range", lambda index, size, ignored: t
 _library.impl("in_range", lambda index, size, ignored: index.clone(), "CompositeExplicitAutograd")
 
 _IN_RANGE, _OP_TYPE = torch.ops.gradfuse.in_range.default, "InRange"
+
+
+def _in_range_of_items(info: Any, in_dims: Any, index: Tensor, size: Any, ignored: int | None) -> tuple[Tensor, Any]:
+    return _IN_RANGE(index, size, ignored), in_dims[0]
+
+
+torch.library.register_vmap("gradfuse::in_range", _in_range_of_items, lib=_library)
 _SIZE, _IGNORED = "size", "ignored"
 _IGNORED_BY_DEFAULT = -100
 _NO_CLASS = torch.iinfo(torch.int32).min

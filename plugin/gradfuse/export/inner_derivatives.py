@@ -10,6 +10,7 @@ an argument has one. This module imports torch.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ def _refuse_known_sizes(graph: torch.fx.Graph) -> None:
 @contextlib.contextmanager
 def rules_of_vmap() -> Iterator[None]:
     """Let `vmap` batch operators at sizes that may vary, where PyTorch's own rules take known ones alone."""
-    with private.batched_by({getattr(aten, name): rule for name, rule in _RULES.items()}):
+    with private.batched_by({operator.attrgetter(name)(aten): rule for name, rule in _RULES.items()}):
         yield
 
 
@@ -187,6 +188,15 @@ def _scatter_add(info: Any, in_dims: Any, input: Tensor, dim: int, index: Tensor
     return torch.scatter_add(rows, _behind_batch(dim, rows.dim() - 1), places, added), 0
 
 
+def _scatter(info: Any, in_dims: Any, input: Tensor, dim: int, index: Tensor, value: Any) -> tuple[Tensor, int]:
+    """Scatter numbers of a tensor or a single number, as the gradient of `nll_loss` does."""
+    if not isinstance(value, Tensor):
+        rows, places = _all_first((input, index), (in_dims[0], in_dims[2]))
+    else:
+        rows, places, value = _all_first((input, index, value), (in_dims[0], in_dims[2], in_dims[3]))
+    return torch.scatter(rows, _behind_batch(dim, rows.dim() - 1), places, value), 0
+
+
 _RULES: Mapping[str, Callable[..., Any]] = {
     "cat": _cat,
     "constant_pad_nd": _constant_pad_nd,
@@ -194,10 +204,12 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "gather": _gather,
     "index_add": _index_add,
     "index_select": _index_select,
+    "scatter.src": _scatter,
+    "scatter.value": _scatter,
     "scatter_add": _scatter_add,
     "slice_backward": _slice_backward,
 }
-"""Operator -> its rule, as `torch.library.register_vmap` takes it."""
+"""Operator or overload -> its rule, as `torch.library.register_vmap` takes it."""
 
 
 class _Marked(TorchFunctionMode):

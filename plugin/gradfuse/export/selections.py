@@ -189,7 +189,8 @@ def _functions(codes: Collection[CodeType], step: TorchStep) -> Iterator[Functio
     for owner in (step.module, step.loss):
         modules = list(owner.modules()) if isinstance(owner, torch.nn.Module) else [owner]
         pending += [kind for module in modules for kind in type(module).__mro__]
-        pending += [one for one in modules if isinstance(one, FunctionType)]
+        kept = [value for module in modules for value in getattr(module, "__dict__", {}).values()]
+        pending += [one for one in (*modules, *kept) if isinstance(one, FunctionType)]
     loaded, files = list(sys.modules.values()), {code.co_filename for code in codes}
     pending += [module for module in loaded if getattr(module, "__file__", None) in files]
     seen: set[int] = set()

@@ -447,6 +447,31 @@ def fill_diagonal_(self: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
     return self.masked_fill_(rows.unsqueeze(1) == columns, fill_value)
 
 
+def logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """The same of what values select, of which PyTorch asks whether there is any: here as there, none is -inf."""
+    if not private.follows_from_values(input.numel()):
+        return torch.logsumexp(input, dim, keepdim)
+    axes = [dim] if isinstance(dim, int) else list(dim)
+    least = input.detach().amax(axes, keepdim=True)
+    least = torch.where(least.isinf(), 0.0, least)
+    result: Tensor = (input - least).exp().sum(axes, keepdim=True).log() + least
+    return result if keepdim else result.squeeze(axes)
+
+
+def linear_cross_entropy(*args: Any, options: Any = None, **settings: Any) -> Tensor:
+    """The same without pieces of the batch, which save memory alone, and whose number would be a constant."""
+    return F.linear_cross_entropy(*args, **settings)
+
+
+def resize_(self: Tensor, *sizes: Any, **settings: Any) -> Tensor:
+    """Make a tensor of a size, where an empty one is resized, as in `weight.new().resize_(rows, 1)`."""
+    if isinstance(self.numel(), torch.SymInt) or self.numel() != 0:
+        raise refusal(
+            f"the step calls resize_ of a tensor of shape {tuple(self.shape)}; expected torch.empty or tensor.new_empty"
+        )
+    return self.new_empty(*sizes)
+
+
 def inverse(input: Tensor) -> Tensor:
     """Invert without the check, which is made when PyTorch runs the step; so do the next three."""
     result: Tensor = torch.linalg.inv_ex(input)[0]
@@ -584,6 +609,10 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch.corrcoef: corrcoef,
     Tensor.corrcoef: corrcoef,
     Tensor.fill_diagonal_: fill_diagonal_,
+    torch.logsumexp: logsumexp,
+    Tensor.logsumexp: logsumexp,
+    Tensor.resize_: resize_,
+    **({F.linear_cross_entropy: linear_cross_entropy} if hasattr(F, "linear_cross_entropy") else {}),
     torch.linalg.inv: inverse,
     torch.inverse: inverse,
     Tensor.inverse: inverse,
