@@ -680,6 +680,25 @@ def test_what_is_kept_of_the_first_call_is_refused(made: Callable[[Tensor, Tenso
         _export(Kept(made))
 
 
+class Weighing(nn.Module):
+    """Weighs a loss by how the last ones fell, from the third call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        self.losses.append(output.detach().square().mean())
+        return output * self.losses[-2] / self.losses[-3] if len(self.losses) > 2 else output
+
+
+def test_what_is_kept_of_several_calls_is_refused() -> None:
+    with pytest.raises(ExportError, match=r"keeps something of an earlier call, in .*, as it changes Weighing\.losses"):
+        _export(Weighing())
+
+
 class Reading(nn.Module):
     """A layer times what a function makes of its weight."""
 

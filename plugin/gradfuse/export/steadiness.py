@@ -42,6 +42,8 @@ _LATER = (10, 150, 1_500, 15_000, 62_999_999, 63_000_000)
 """Counts of calls to try: beyond most thresholds, and multiples of most numbers that code divides by."""
 _MORE_RUNS, _MORE_SECONDS = 20, 1.0
 """How many more runs, as far as the time goes, where code changes something: what follows from it may do so late."""
+_LEAST_EARLIER = 2
+"""How many earlier calls what a step keeps is of at least, as far as it is looked for."""
 _TIMES = (
     datetime.timedelta(days=40, hours=7, minutes=13, seconds=17),
     datetime.timedelta(days=150, hours=13, minutes=31, seconds=29),
@@ -379,30 +381,42 @@ def _compare_later(step: TorchStep, state: PythonState, first: Outcome, numbers:
 def _compare_on_others(step: TorchStep, state: PythonState, first: Outcome, changed: list[str]) -> None:
     """Compare a step that is new with one that has run before, on tensors that this has not seen.
 
-    The earlier one draws other random numbers, as what it keeps may be such.
+    The earlier calls draw other random numbers, as what they keep may be such; and they have two kinds of tensors in
+    turn, as the step may compare what it keeps of several calls, such as the last losses.
     """
     others, earlier = _with_others(step), step.with_dropout_seed() if first.dropouts else step
 
-    def use() -> None:
+    def use(calls: int) -> None:
         state.restore()
-        _run(earlier)
+        for number in range(calls):
+            _run(earlier)
+            if number < calls - 1:
+                used()
+
+    def used() -> Outcome:
+        # PyTorch counts updates: who keeps something until a parameter is written into asks for that.
+        return _run(others, _updated(step, new))
 
     try:
         state.restore()
         new = _run(others)
-        use()
-        # PyTorch counts updates: who keeps something until a parameter is written into asks for that.
-        used = _run(others, _updated(step, new))
+        state.restore()
+        for number in _more_runs(_MORE_SECONDS, least=_LEAST_EARLIER):
+            _run(earlier)
+            if _differ(step, _outputs(new), _outputs(used())):
+                calls = number + 1
+                break
+        else:
+            return
     except ExportError:
         # Tensors that the module refuses.
         return
-    if _differ(step, _outputs(new), _outputs(used)):
-        state.restore()
-        fresh = _recorded(lambda: _run(others))
-        use()
-        found = _first_difference(step, fresh, _recorded(lambda: _run(others, _updated(step, new))))
-        if found is not None:
-            raise _refused(step, state, "the step keeps something of an earlier call", found, changed)
+    state.restore()
+    fresh = _recorded(lambda: _run(others))
+    use(calls)
+    found = _first_difference(step, fresh, _recorded(used))
+    if found is not None:
+        raise _refused(step, state, "the step keeps something of an earlier call", found, changed)
 
 
 def _with_others(step: TorchStep) -> TorchStep:
