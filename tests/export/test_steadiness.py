@@ -681,22 +681,26 @@ def test_what_is_kept_of_the_first_call_is_refused(made: Callable[[Tensor, Tenso
 
 
 class Weighing(nn.Module):
-    """Weighs a loss by how the last ones fell, from the third call on."""
+    """Weighs its results by the last ones, or by the least of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: Callable[[list[Tensor]], Any], share: float) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 4)
         self.losses: list[Tensor] = []
+        self.weight, self.share = weight, share
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x)
+        output: Tensor = F.dropout(self.layer(x), self.share)
         self.losses.append(output.detach().square().mean())
-        return output * self.losses[-2] / self.losses[-3] if len(self.losses) > 2 else output
+        return output * self.weight(self.losses)  # type: ignore[no-any-return]
 
 
-def test_what_is_kept_of_several_calls_is_refused() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("weight", [lambda losses: losses[-2] / losses[-3] if len(losses) > 2 else 1.0, min])
+def test_what_is_kept_of_several_calls_is_refused(weight: Callable[[list[Tensor]], Any], share: float) -> None:
+    """As losses are weighed by how each one fell, from the third call on."""
     with pytest.raises(ExportError, match=r"keeps something of an earlier call, in .*, as it changes Weighing\.losses"):
-        _export(Weighing())
+        _export(Weighing(weight, share))
 
 
 class Reading(nn.Module):

@@ -42,8 +42,8 @@ _LATER = (10, 150, 1_500, 15_000, 62_999_999, 63_000_000)
 """Counts of calls to try: beyond most thresholds, and multiples of most numbers that code divides by."""
 _MORE_RUNS, _MORE_SECONDS = 20, 1.0
 """How many more runs, as far as the time goes, where code changes something: what follows from it may do so late."""
-_LEAST_EARLIER = 2
-"""How many earlier calls what a step keeps is of at least, as far as it is looked for."""
+_LEAST_CALLS = 3
+"""How many calls on tensors of two kinds there are at least, to find what is kept of one or of two."""
 _TIMES = (
     datetime.timedelta(days=40, hours=7, minutes=13, seconds=17),
     datetime.timedelta(days=150, hours=13, minutes=31, seconds=29),
@@ -381,30 +381,25 @@ def _compare_later(step: TorchStep, state: PythonState, first: Outcome, numbers:
 def _compare_on_others(step: TorchStep, state: PythonState, first: Outcome, changed: list[str]) -> None:
     """Compare a step that is new with one that has run before, on tensors that this has not seen.
 
-    The earlier calls draw other random numbers, as what they keep may be such; and they have two kinds of tensors in
-    turn, as the step may compare what it keeps of several calls, such as the last losses.
+    Some earlier calls draw other random numbers, as what they keep may be such. The calls have two kinds of tensors in
+    turn, as the step may compare what it keeps of several ones, such as the last losses, or keep the least of them.
     """
-    others, earlier = _with_others(step), step.with_dropout_seed() if first.dropouts else step
+    others, drawing = _with_others(step), first.dropouts > 0
+    turns = [step.with_dropout_seed(), others, step] if drawing else [step, others]
 
-    def use(calls: int) -> None:
-        state.restore()
-        for number in range(calls):
-            _run(earlier)
-            if number < calls - 1:
-                used()
-
-    def used() -> Outcome:
+    def call(number: int) -> Outcome:
+        turn = turns[number % len(turns)]
         # PyTorch counts updates: who keeps something until a parameter is written into asks for that.
-        return _run(others, _updated(step, new))
+        return _run(turn, _updated(step, new) if turn is others else {})
 
     try:
         state.restore()
         new = _run(others)
         state.restore()
-        for number in _more_runs(_MORE_SECONDS, least=_LEAST_EARLIER):
-            _run(earlier)
-            if _differ(step, _outputs(new), _outputs(used())):
-                calls = number + 1
+        results = {id(others): new, id(step): first}
+        for number in _more_runs(_MORE_SECONDS, least=_LEAST_CALLS):
+            expected, found = results.get(id(turns[number % len(turns)])), call(number)
+            if expected is not None and _differ(step, _outputs(expected), _outputs(found)):
                 break
         else:
             return
@@ -412,11 +407,13 @@ def _compare_on_others(step: TorchStep, state: PythonState, first: Outcome, chan
         # Tensors that the module refuses.
         return
     state.restore()
-    fresh = _recorded(lambda: _run(others))
-    use(calls)
-    found = _first_difference(step, fresh, _recorded(used))
-    if found is not None:
-        raise _refused(step, state, "the step keeps something of an earlier call", found, changed)
+    fresh = _recorded(lambda: _run(turns[number % len(turns)]))
+    state.restore()
+    for earlier in range(number):
+        call(earlier)
+    difference = _first_difference(step, fresh, _recorded(lambda: call(number)))
+    if difference is not None:
+        raise _refused(step, state, "the step keeps something of an earlier call", difference, changed)
 
 
 def _with_others(step: TorchStep) -> TorchStep:
