@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from export.decompositions.test_products import assert_same
+from like_torch import assert_like_torch
 from torch import Tensor, nn
 from training_models import autograd, run
 
@@ -18,6 +19,37 @@ from gradfuse.export.decompositions import logarithms
 from gradfuse.testing import assert_gradients_close
 
 POINTS = torch.tensor([-300.0, -50.0, -20.0, -3.0, -1e-3, 0.0, 1e-9, 0.7, 5.0, 19.9, 20.1, 80.0, 300.0])
+
+
+class Survival(nn.Linear):
+    """The partial likelihood of Cox's model, of items in the order of their times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        risks = super().forward(x)
+        return (torch.logcumsumexp(risks, 0) - risks) * torch.arange(1.0, len(x) + 1).unsqueeze(1)
+
+
+@pytest.mark.parametrize("items", [5, 1])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_running_sums_of_exponentials_keep_what_is_small(items: int, dynamic: bool) -> None:
+    """From one item to the next, the largest so far is by hundreds more than all before it."""
+    torch.manual_seed(0)
+    module = Survival(4, 3)
+    batches = [
+        ((torch.randn(n, 4) + 300.0 * torch.arange(float(n)).unsqueeze(1),), (torch.zeros(n, 3),)) for n in (4, items)
+    ]
+    axes: dict[int, str] | None = {0: "items"} if dynamic else None
+    given = batches[0] if dynamic else batches[1]
+    step = export_training_step(module, F.l1_loss, given, dynamic_shapes=((axes,), (axes,)), fuse=False)
+    assert_like_torch(step, module, F.l1_loss, batches[1])
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_running_sums_of_exponentials(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standins, "STOP_GRADIENT", Tensor.detach)
+    x = torch.stack([POINTS, POINTS.flip(0), torch.randn(len(POINTS))])
+    assert_same(lambda x: logarithms.logcumsumexp(x, dim), lambda x: x.logcumsumexp(dim), x)
+    assert torch.equal(logarithms.logcumsumexp(torch.tensor(2.0), 0), torch.tensor(2.0))
 
 
 def test_of_one_number(monkeypatch: pytest.MonkeyPatch) -> None:

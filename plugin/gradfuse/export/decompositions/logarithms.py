@@ -60,6 +60,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
         aten.logaddexp.default: logaddexp,
         aten.logaddexp2.default: logaddexp2,
+        aten.logcumsumexp.default: logcumsumexp,
         _EXACT_SIGMOID: sigmoid,
     }
 
@@ -171,6 +172,28 @@ def logaddexp(self: Tensor, other: Tensor) -> Tensor:
 def logaddexp2(self: Tensor, other: Tensor) -> Tensor:
     """aten::logaddexp2: the same to the base 2."""
     return _added(self, other, torch.Tensor.exp2, lambda x: x.log1p() / math.log(2.0))
+
+
+def logcumsumexp(self: Tensor, dim: int) -> Tensor:
+    """aten::logcumsumexp: each element and those before it, in pieces of twice the length each time.
+
+    torch.onnx sums up the exponentials below the largest of all elements, of which small ones ahead of it are 0.
+    """
+    if self.dim() == 0:
+        return self.clone()
+    size = self.shape[dim]
+    if isinstance(size, int):
+        x, step = self.clone(), 1
+        while step < size:
+            longer = logaddexp(x.narrow(dim, step, size - step), x.narrow(dim, 0, size - step))
+            x = torch.cat([x.narrow(dim, 0, step), longer], dim)
+            step *= 2
+        return x
+    # The number of pieces is not known: one sum of all elements up to each.
+    x = self.movedim(dim, -1)
+    places = torch.arange(size, device=x.device)
+    counted = places.unsqueeze(0) <= places.unsqueeze(1)
+    return torch.where(counted, x.unsqueeze(-2), -torch.inf).logsumexp(-1).movedim(-1, dim)
 
 
 def _added(a: Tensor, b: Tensor, power: Callable[[Tensor], Tensor], logarithm: Callable[[Tensor], Tensor]) -> Tensor:
