@@ -251,6 +251,31 @@ def test_an_alias_that_was_written_into_has_no_gradient_where_it_is_read() -> No
     _trains_as_pytorch(Read())
 
 
+def _by_method(network: nn.Module, learns: bool) -> None:
+    network.requires_grad_(learns)
+
+
+def _by_attribute(network: nn.Module, learns: bool) -> None:
+    for parameter in network.parameters():
+        parameter.requires_grad = learns
+
+
+@pytest.mark.parametrize("set_learning", [_by_method, _by_attribute])
+def test_a_network_that_is_frozen_meanwhile_has_no_gradient_there(set_learning: Callable[..., None]) -> None:
+    """As a discriminator while it judges for the generator."""
+
+    class Adversarial(Written):
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.first(x)
+            judged = self.second(made.detach()).tanh()
+            set_learning(self.second, False)
+            judged = judged + self.second(made).sin()
+            set_learning(self.second, True)
+            return judged * self.second(x)  # type: ignore[no-any-return]
+
+    _trains_as_pytorch(Adversarial())
+
+
 class Divided(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError
@@ -323,7 +324,19 @@ class _Traced(nn.Module):
             scanned = contextlib.nullcontext() if native.differentiates else recurrences.scanned()
             packed = contextlib.nullcontext() if native.differentiates else padded()
             registered = gradient_hooks.Registered(native.hooks, len(used) + len(step.differentiated))
-            with lengths_as_tensors(), scanned, pools.sized(), splits.sized(), windows.sized(), answered, packed:
+            frozen = (
+                contextlib.nullcontext() if native.differentiates else _FrozenMeanwhile([state[one] for one in used])
+            )
+            with (
+                lengths_as_tensors(),
+                frozen,
+                scanned,
+                pools.sized(),
+                splits.sized(),
+                windows.sized(),
+                answered,
+                packed,
+            ):
                 with registered if native.hooks else contextlib.nullcontext():
                     results = step.apply(
                         state, list(map(Tensor.clone, inputs)), list(map(Tensor.clone, targets)), watch
@@ -342,6 +355,37 @@ class _Traced(nn.Module):
         outputs = () if watch is None else watch.outputs
         own = (*(after[name] for name in native.changed), *(extra[name] for name in native.outputs))
         return (*losses, *own, *hooked, *outputs)
+
+
+class _FrozenMeanwhile(TorchFunctionMode):
+    """Stops the gradients of parameters where code reads them while it has frozen them, as a GAN does with one network.
+
+    Where the step takes derivatives itself, `inner_derivatives` does so.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self._frozen: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FREEZES:
+            result = func(*args, **kwargs)
+            self._frozen = {id(one) for one in self._parameters if not one.requires_grad}
+            return result
+        if self._frozen and not getattr(func, "__name__", "").startswith("__get__"):
+            args, kwargs = private.map_tensors(self._stopped, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _stopped(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._frozen:
+            return tensor
+        stopped: Tensor = standins.STOP_GRADIENT(tensor)
+        return stopped
+
+
+_FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 def _refuse_random_operators(step: TorchStep, program: ExportedProgram) -> None:
