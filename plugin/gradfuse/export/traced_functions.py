@@ -452,9 +452,9 @@ def logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     if not private.follows_from_values(input.numel()):
         return torch.logsumexp(input, dim, keepdim)
     axes = [dim] if isinstance(dim, int) else list(dim)
-    least = input.detach().amax(axes, keepdim=True)
-    least = torch.where(least.isinf(), 0.0, least)
-    result: Tensor = (input - least).exp().sum(axes, keepdim=True).log() + least
+    largest = input.detach().amax(axes, keepdim=True)
+    largest = torch.where(largest.isinf(), 0.0, largest)
+    result: Tensor = (input - largest).exp().sum(axes, keepdim=True).log() + largest
     return result if keepdim else result.squeeze(axes)
 
 
