@@ -88,7 +88,7 @@ def _sources(variant: str) -> list[Path]:
         adapter = [path for path in adapter if path.name not in REPLACED]
         machine = [tests / "simt" / name for name in ("simt.cc", "devices.cc", "virtual_gpu.cc")]
         # Settings, and what only onnxruntime's CPU provider runs.
-        names = ("targets.cc", "streaming.cc", "embedding_dense_backward_add.cc")
+        names = ("targets.cc", "streaming.cc", "scratch.cc", "embedding_dense_backward_add.cc")
         on_host = [CPP_EXT / "kernels/cpu" / name for name in names]
         return [*kernels, *machine, *on_host, *adapter]
     kernels += [tests / "simt/simt.cc", *device_api, tests / "device/simt_memory.cc"]
