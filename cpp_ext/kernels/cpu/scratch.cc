@@ -9,20 +9,20 @@ namespace {
 constexpr std::align_val_t kCacheLine{64};
 constexpr size_t kLarge = size_t{64} << 10;
 
-std::atomic<const ScratchSource*> source = nullptr;
+std::atomic<const ScratchSource*> current = nullptr;
 
 }  // namespace
 
-void SetScratchSource(const ScratchSource* given) { source = given; }
+void SetScratchSource(const ScratchSource* source) { current = source; }
 
 void* AllocateFromSource(size_t bytes) {
-  const ScratchSource* const from = source;
-  return from == nullptr || bytes < kLarge ? nullptr : from->allocate(bytes);
+  const ScratchSource* const source = current;
+  return source == nullptr || bytes < kLarge ? nullptr : source->allocate(bytes);
 }
 
 bool IsFromSource(const void* memory) {
-  const ScratchSource* const from = source;
-  return from != nullptr && from->contains(memory);
+  const ScratchSource* const source = current;
+  return source != nullptr && source->contains(memory);
 }
 
 void* AllocateScratch(size_t bytes) {
@@ -32,7 +32,7 @@ void* AllocateScratch(size_t bytes) {
 
 void FreeScratch(void* memory) {
   if (IsFromSource(memory)) {
-    source.load()->free(memory);
+    current.load()->free(memory);
   } else {
     ::operator delete(memory, kCacheLine);
   }
