@@ -71,7 +71,7 @@ def in_segments(blocks: nn.ModuleList, x: Tensor) -> Tensor:
 
 WAYS: dict[str, tuple[Run, int, float]] = {
     "one by one": (one_by_one(use_reentrant=False), LAYERS, 0.7),
-    "reentrant": (reentrant, LAYERS - 1, 0.75),
+    "reentrant": (reentrant, LAYERS - 1, 0.8),
     "sequential": (in_segments, 2, 0.75),
     "nested": (nested, 3, 0.85),
     "as transformers does": (as_transformers_does, LAYERS, 0.7),
