@@ -80,21 +80,6 @@ safe = Where (keep, column, zero) o = GatherElements <axis = 1> (x, safe)
 """
 
 
-@pytest.mark.parametrize(
-    ("body", "first", "last"),
-    [
-        ("j = Sub (i, one) o = Gather (x, j)", 1, 4),
-        ("k = Add (one, i) j = Unsqueeze (k, zero) o = Gather (x, j)", 0, 2),
-        ("k = Sub (i, one) j = Sub (k, one) o = SoftmaxCrossEntropyLoss (s, j)", 2, 5),
-    ],
-)
-def test_numbers_that_are_added_to_indices_move_their_range(body: str, first: int, last: int) -> None:
-    """As labels that begin with 1, from which a loss subtracts 1."""
-    constants = "<int64[1] one = {1}, int64[1] zero = {0}>"
-    found = draws(model("int64[6] i, float[4] x, float[6, 4] s", body, constants), "i")
-    assert set(found) == set(range(first, last + 1))
-
-
 def test_ignored_targets_occur_where_the_graph_guards_them() -> None:
     values = draws(model("int64[6] i, float[6, 5] x", GUARDED), "i")
     assert set(values.tolist()) == {-100, 0, 1, 2, 3, 4}

@@ -255,22 +255,14 @@ def _analysed(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> ir.Mode
 
 
 def _use_of(value: ir.Value, shape: tuple[int, ...]) -> _Use:
-    uses = {0: _Use()}
-    for consumer, index, guarded, added in _consumers(value):
-        _note(uses.setdefault(added, _Use()), consumer, index, guarded, shape)
-        use = uses[added]
+    use = _Use()
+    for consumer, index, guarded in _consumers(value):
+        _note(use, consumer, index, guarded, shape)
         # A count goes up before it is used.
         if (consumer.op_type, consumer.domain) == ("Add", "") and _constant(consumer.inputs[1 - index]) is not None:
             next_uses = list(_consumers(consumer.outputs[0]))
-            use.counts |= any(_is_exponent(node, k) or _makes_integer(node) for node, k, *_ in next_uses)
-    use = uses.pop(0)
+            use.counts |= any(_is_exponent(node, k) or _makes_integer(node) for node, k, _ in next_uses)
     use.counts &= math.prod(shape) == 1
-    for added, other in uses.items():
-        use.limits += [limit - added for limit in other.limits]
-        use.least = max(use.least, -added) if other.limits else use.least
-        use.ignored |= {number - added for number in other.ignored}
-        use.forbidden |= {number - added for number in other.forbidden}
-        use.unguarded |= other.unguarded
     return use
 
 
@@ -283,36 +275,24 @@ def _makes_integer(node: ir.Node) -> bool:
     return (node.op_type, node.domain) == ("Cast", "") and ir.DataType(node.attributes.get_int("to", 0)).is_integer()
 
 
-def _consumers(value: ir.Value) -> Iterator[tuple[ir.Node, int, bool, int]]:
-    """Yield every node that takes the values of `value`, rearranged or with an integer added, too: the node, which
-    input, whether a Where has put other values in the place of some, and the integer."""
-    pending = [(value, False, 0)]
-    seen: set[tuple[ir.Value, bool, int]] = set()
+def _consumers(value: ir.Value) -> Iterator[tuple[ir.Node, int, bool]]:
+    """Yield every node that takes the values of `value`, as they are or rearranged: the node, which input, and whether
+    a Where has put other values in the place of some."""
+    pending = [(value, False)]
+    seen: set[tuple[ir.Value, bool]] = set()
     while pending:
-        value, guarded, added = pending.pop()
-        if (value, guarded, added) in seen:
+        value, guarded = pending.pop()
+        if (value, guarded) in seen:
             continue
-        seen.add((value, guarded, added))
+        seen.add((value, guarded))
         for node, index in value.uses():
-            yield node, index, guarded, added
+            yield node, index, guarded
             if node.domain != "" or not node.outputs:
                 continue
             if (node.op_type in _KEEPS_FIRST and index == 0) or node.op_type in _KEEPS_ALL:
-                pending.append((node.outputs[0], guarded, added))
+                pending.append((node.outputs[0], guarded))
             elif node.op_type == "Where" and index > 0:
-                pending.append((node.outputs[0], True, added))
-            elif (number := _added(node, index)) is not None:
-                pending.append((node.outputs[0], guarded, added + number))
-
-
-def _added(node: ir.Node, index: int) -> int | None:
-    """Return the integer that a node adds to an input; None if it does something else."""
-    if node.op_type != "Add" and (node.op_type != "Sub" or index):
-        return None
-    constant = _constant(node.inputs[1 - index])
-    if constant is None or constant.dtype.kind not in "iu" or constant.size != 1:
-        return None
-    return int(constant.ravel()[0]) * (1 if node.op_type == "Add" else -1)
+                pending.append((node.outputs[0], True))
 
 
 def _note(use: _Use, node: ir.Node, index: int, guarded: bool, shape: tuple[int, ...]) -> None:
@@ -449,7 +429,7 @@ def _random(dtype: ir.DataType, shape: tuple[int, ...], use: _Use, rng: np.rando
     limit = max(min(use.limits, default=_DEFAULT_LIMIT), use.least + 1)
     allowed = np.array([k for k in range(use.least, limit) if k not in use.forbidden] or [use.least])
     integers = np.asarray(rng.choice(allowed, shape))
-    ignored = [k for k in sorted(use.ignored) if not (use.unguarded and not use.least <= k < limit)]
+    ignored = [k for k in sorted(use.ignored) if not (use.unguarded and not 0 <= k < limit)]
     if ignored and dtype.is_signed():
         chosen = np.asarray(rng.random(shape) < _SHARE_IGNORED)
         # A mean over nothing would be 0 / 0.
