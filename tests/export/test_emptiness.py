@@ -196,6 +196,15 @@ def something_else_by_size(module: Experts, x: Tensor, shares: Tensor, chosen: T
     return total
 
 
+def rows_of_another_mask(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    total = x.new_zeros(len(x), 7)
+    rows, _ = torch.where(chosen == chosen[0, 0])
+    others, _ = torch.where(chosen == chosen[0, 1])
+    if rows.numel() > 0:
+        module.mixed(total, x, shares, 0, others)
+    return total
+
+
 def mean_of_rows(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
     total = x.new_zeros(len(x), 7)
     for expert in range(EXPERTS):
@@ -208,8 +217,15 @@ def mean_of_rows(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> 
 @pytest.mark.parametrize(
     "way",
     mostly_long(
-        (at_least_two, rows_at_least_two, something_else_too, something_else_by_size, mean_of_rows),
-        (at_least_two, something_else_by_size),
+        (
+            at_least_two,
+            rows_at_least_two,
+            something_else_too,
+            something_else_by_size,
+            rows_of_another_mask,
+            mean_of_rows,
+        ),
+        (at_least_two, rows_of_another_mask),
     ),
 )
 def test_what_such_a_condition_decides_is_refused(way: Callable[..., Tensor]) -> None:

@@ -27,8 +27,8 @@ from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.traced_functions import is_mask
 from gradfuse.training.step import DROPOUT_SEED
 
-_TRIALS = 4
-"""How many times a step is run with masks that are emptied: first all, and then some at random."""
+_AT_RANDOM, _ALONE = 3, 6
+"""How many times a step is run with some masks emptied at random, and with one alone at most."""
 
 _COMPARISONS = {
     "gt": operator.gt,
@@ -133,10 +133,10 @@ def guards_of(step: TorchStep, selecting: Collection[CodeType]) -> Guards:
     if not codes:
         return guards
     run = _tried(step, guards, (), _forward_alone)
-    empty = (
-        _tried(step, guards, run.masks, _forward_alone) if run is not None and run.masks and run.conditions else None
-    )
-    if run is None or empty is None:
+    if run is None or not run.masks or not run.conditions:
+        return Guards()
+    empty = _tried(step, guards, run.masks, _forward_alone)
+    if empty is None:
         return Guards()
     zeros = {guard: found for guard, found in empty.conditions.items() if all(one.is_zero for one in found)}
     wanted = {guard: found[0].answer for guard, found in zeros.items()}
@@ -148,7 +148,7 @@ def guards_of(step: TorchStep, selecting: Collection[CodeType]) -> Guards:
     return together if _agree(step, together, run.masks) else Guards()
 
 
-def _agree(step: TorchStep, guards: Guards, masks: Collection[Made]) -> bool:
+def _agree(step: TorchStep, guards: Guards, masks: Sequence[Made]) -> bool:
     """Whether a step computes the same with empty masks if conditions are told that there is something."""
     seen: set[Guard] = set()
     for emptied in _choices(masks) if guards.answers else ():
@@ -167,7 +167,7 @@ class _Trial:
     """What a step computes, which masks it selects by, and how its conditions go."""
 
     outcome: Mapping[str, Tensor]
-    masks: frozenset[Made]
+    masks: Sequence[Made]
     conditions: Mapping[Guard, Sequence[_Condition]]
 
     def is_close(self, other: _Trial) -> bool:
@@ -184,16 +184,17 @@ def _tried(
     except Exception:
         # A user's module may raise anything where nothing is selected.
         return None
-    return _Trial(outcome, frozenset(masks.selected), dict(found))
+    return _Trial(outcome, list(masks.selected), dict(found))
 
 
-def _choices(masks: Collection[Made]) -> Iterator[Collection[Made]]:
-    """Yield which masks are emptied: first all, and then some at random."""
-    ordered = list(masks)
+def _choices(masks: Sequence[Made]) -> Iterator[Sequence[Made]]:
+    """Yield which masks are emptied: all, one alone, as the guarded code may use others, and some at random."""
     yield masks
-    for trial in range(1, _TRIALS):
-        chosen = torch.rand(len(ordered), generator=torch.Generator().manual_seed(trial)) < 0.5
-        yield [mask for mask, one in zip(ordered, chosen, strict=True) if one]
+    for mask in masks[:: -(-len(masks) // _ALONE)]:
+        yield [mask]
+    for seed in range(_AT_RANDOM):
+        chosen = torch.rand(len(masks), generator=torch.Generator().manual_seed(seed)) < 0.5
+        yield [mask for mask, one in zip(masks, chosen, strict=True) if one]
 
 
 def idle_answers(step: TorchStep, places: Iterable[Place]) -> dict[Place, bool]:
@@ -219,10 +220,11 @@ def idle_answers(step: TorchStep, places: Iterable[Place]) -> dict[Place, bool]:
     found = {}
     for place in asking:
         asked = observed.asked.get(place, [])
-        answers = {answer for one in asked if one is not None for answer in (one[1],)}
-        if asked and None not in asked and len(answers) == 1:
+        known = [one for one in asked if one is not None]
+        answers = {answer for _, answer in known}
+        if len(known) == len(asked) and len(answers) == 1:
             (answer,) = answers
-            if _are_idle(step, place, {one[0] for one in asked if one is not None}, answer):
+            if _are_idle(step, place, list(dict.fromkeys(mask for mask, _ in known)), answer):
                 found[place] = answer
     return found
 
@@ -232,7 +234,7 @@ def answering(answers: Mapping[Place, bool]) -> TorchFunctionMode:
     return _Masks(answers=answers)
 
 
-def _are_idle(step: TorchStep, place: Place, masks: Collection[Made], answer: bool) -> bool:
+def _are_idle(step: TorchStep, place: Place, masks: Sequence[Made], answer: bool) -> bool:
     """Whether a step computes the same with empty masks if code is told that they are not."""
     compared = False
     for emptied in _choices(masks):
@@ -290,7 +292,7 @@ class _Masks(TorchFunctionMode):
     def __init__(self, emptied: Collection[Made] = (), answers: Mapping[Place, bool] | None = None) -> None:
         super().__init__()
         self.asked: dict[Place, list[tuple[Made, bool] | None]] = {}
-        self.selected: set[Made] = set()
+        self.selected: dict[Made, None] = {}
         self._emptied, self._answers = frozenset(emptied), answers or {}
         self._times: Counter[Place] = Counter()
         # Each with the tensor itself, so that no other gets its id.
@@ -299,7 +301,8 @@ class _Masks(TorchFunctionMode):
         self._conditions: dict[int, tuple[Made, bool, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.selected |= {self._made[id(one)][0] for one in selected_by(func, args) if id(one) in self._made}
+        known = (self._made[id(one)][0] for one in selected_by(func, args) if id(one) in self._made)
+        self.selected |= dict.fromkeys(known)
         result = func(*args, **(kwargs or {}))
         if func in ASKS and (func is not torch.Tensor.item or isinstance(result, bool)):
             place = caller()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,8 +42,11 @@ def arrays_mapped() -> Iterator[None]:
 
     glibc has them in its heap up to 32 MiB, once one of that size was freed: there they leave gaps, which may take a
     fifth of the memory of a model that just fits, or twice a session's weights if a model was freed before it is made.
+    What the environment says of that size stands.
     """
-    mallopt = _of_c("mallopt")
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    is_set = "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc.mmap_threshold" in tunables
+    mallopt = None if is_set else _of_c("mallopt")
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _MAPPED)
     try:
