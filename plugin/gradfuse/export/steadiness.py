@@ -42,8 +42,8 @@ _LATER = (10, 150, 1_500, 15_000, 62_999_999, 63_000_000)
 """Counts of calls to try: beyond most thresholds, and multiples of most numbers that code divides by."""
 _MORE_RUNS, _MORE_SECONDS = 20, 1.0
 """How many more runs, as far as the time goes, where code changes something: what follows from it may do so late."""
-_LEAST_CALLS = 3
-"""How many calls on tensors of two kinds there are at least, to find what is kept of one or of two."""
+_LEAST_ROUNDS = 2
+"""How many rounds of calls there are at least, one call on tensors of each kind: what is the least follows from one."""
 _TIMES = (
     datetime.timedelta(days=40, hours=7, minutes=13, seconds=17),
     datetime.timedelta(days=150, hours=13, minutes=31, seconds=29),
@@ -397,7 +397,7 @@ def _compare_on_others(step: TorchStep, state: PythonState, first: Outcome, chan
         new = _run(others)
         state.restore()
         results = {id(others): new, id(step): first}
-        for number in _more_runs(_MORE_SECONDS, least=_LEAST_CALLS):
+        for number in _more_runs(_MORE_SECONDS, least=_LEAST_ROUNDS * len(turns)):
             expected, found = results.get(id(turns[number % len(turns)])), call(number)
             if expected is not None and _differ(step, _outputs(expected), _outputs(found)):
                 break
