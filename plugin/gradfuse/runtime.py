@@ -30,6 +30,16 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
+def is_at_least(major: int, minor: int) -> bool:
+    """Whether onnxruntime is of a version or newer.
+
+    Raises:
+        GradfuseError: onnxruntime is not installed.
+    """
+    version: str = import_onnxruntime().__version__
+    return tuple(map(int, version.split(".")[:2])) >= (major, minor)
+
+
 def session_options(*, arena: bool = True) -> Any:
     """Return `onnxruntime.SessionOptions` that log nothing, let runs take little memory and round no inputs.
 

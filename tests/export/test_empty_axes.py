@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,6 +179,18 @@ def test_no_boxes_give_what_torch_gives_or_an_error(
                 session.step((image, boxes))
             for name, value in session.state_dict().items():
                 np.testing.assert_array_equal(value, before[name])
+
+
+def test_where_onnxruntime_leaves_products_of_nothing_unset_no_axis_of_one_is_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it did before version 1.20."""
+    _, step = _exported(_multiplied, fuse=True)
+    monkeypatch.setattr(onnxruntime, "__version__", "1.19.2")
+    session = TrainingSession(step)
+    with pytest.raises(ArgumentError, match="expected at least one element along axis 1, as onnxruntime's kernels"):
+        session.step((torch.randn(2, 3), torch.randn(3, 0, 4)))
+    assert np.isfinite(session.step((torch.randn(2, 3), torch.randn(3, 4, 4))))
 
 
 def _normalised_where_it_is_asked(module: OfBoxes, boxes: Tensor) -> Any:

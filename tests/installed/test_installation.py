@@ -24,6 +24,7 @@ from installed.one_node import ONNX_TYPES, feeds_of, model_of
 from installed.processor import assert_widest_loops
 
 import gradfuse
+from gradfuse import runtime
 from gradfuse.custom_ops import OPS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cpp_ext" / "tests" / "device"))
@@ -48,6 +49,8 @@ def test_all_loops_that_the_processor_runs_are_there_and_the_widest_are_used() -
     assert json.loads(done.stdout)["library"]["simd"] == offered[-1]
 
 
+SUMS_NOTHING = runtime.is_at_least(1, 20)
+"""Whether products in onnxruntime are 0 where they sum nothing; before, they are what was in memory, also in bodies."""
 SUMS_OF_BODIES = 32
 """How much more than of a kernel's is allowed for the rounding on the way to a function body's results."""
 
@@ -70,7 +73,7 @@ def test_kernels_and_function_bodies_give_what_numpy_gives(op: str) -> None:
         if case.fault != 0 or case.dtype not in ONNX_TYPES:
             continue
         assert case.problem(run(case, kernel=True)) == "", (case.name, case.dtype, "the kernel")
-        if case.dtype == "float32":
+        if case.dtype == "float32" and (SUMS_NOTHING or all(np.size(one) for one in feeds_of(case).values())):
             # Sums of a body have no order that keeps their error small.
             body = replace(case, terms=[SUMS_OF_BODIES * np.asarray(terms) for terms in case.terms])
             assert body.problem(run(case, kernel=False)) == "", (case.name, "the function body")

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from gradfuse import runtime
 from gradfuse.custom_ops import DOMAIN
 from gradfuse.models.propagation import Facts, Sizes, size_of
 from gradfuse.training.nodes import GraphTensor, Nodes
@@ -130,8 +131,8 @@ def filled_dimensions(model: ir.Model, *, kernels: bool = False) -> set[str | No
     """Return the names of dimensions of inputs that may not be 0, as kernels of onnxruntime are not made for that.
 
     It never returns from some convolutions of nothing, products of several matrices end the process or give what was in
-    memory, and a division by a size of 0 ends it, too. So only operators of which nothing like that is known may get
-    empty tensors.
+    memory, as any products do before version 1.20, and a division by a size of 0 ends it, too. So only operators of
+    which nothing like that is known may get empty tensors.
 
     Args:
         model: a model.
@@ -143,7 +144,7 @@ def filled_dimensions(model: ir.Model, *, kernels: bool = False) -> set[str | No
     dims = {size_of(dim) for value in model.graph.inputs for dim in value.shape or ()}
     labels = {dim for dim in dims if not isinstance(dim, int)}
     bodies = {(function.domain, function.name): function for function in model.functions.values()}
-    facts, found = Facts(model), set[str | None]()
+    facts, found, sums_nothing = Facts(model), set[str | None](), runtime.is_at_least(1, 20)
     for node in model.graph.all_nodes():
         body = bodies.get((node.domain, node.op_type))
         values = (value for value in (*node.inputs, *node.outputs) if value is not None)
@@ -160,8 +161,12 @@ def filled_dimensions(model: ir.Model, *, kernels: bool = False) -> set[str | No
             is_sturdy, shapes = False, [shape and shape[1:] for shape in shapes]
         elif node.op_type == "MatMul" and not node.domain and len(shapes[1] or ()) == _MATRIX:
             # Several matrices by one, which onnxruntime may transpose as well, are sums over the rows of that one.
-            is_sturdy = len(shapes[0] or ()) == _MATRIX
+            is_sturdy = sums_nothing and len(shapes[0] or ()) == _MATRIX
             shapes = [(shapes[1] or [])[:1]]
+        elif node.op_type == "Gemm" and not node.domain:
+            is_sturdy = sums_nothing
+            summed = 0 if node.attributes.get_int("transA", 0) else 1
+            shapes = [shapes[0] and shapes[0][summed : summed + 1]]
         else:
             is_sturdy = not node.domain and node.op_type in _STURDY
         if is_sturdy:
