@@ -25,7 +25,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +44,7 @@ WAYS = {
     "session": "training by TrainingSession",
     "drawn": "training by PyTorch with the session's dropout",
 }
+_PACKAGES = {"onnxruntime": "onnxruntime", "PyTorch": "torch"}
 MARKS = "<!-- real sizes -->\n", "<!-- end of real sizes -->"
 TRAINING_MARKS = "<!-- trained at real sizes -->\n", "<!-- end of trained at real sizes -->"
 
@@ -77,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found = _measured(name, way, folder)
                 if found is not None:
                     row["parameters"] = found.pop("parameters", row.get("parameters"))
-                    row["ways"][way] = found
+                    row["ways"][way], row["on"] = found, _machine()
                     print(f"{name:45} {WAYS[way]:30} {_text(found)}", flush=True)
     kept = [rows[name] for name in MODELS if rows.get(name, {}).get("ways")]
-    document: Row = {"cpu": _cpu(), "cores": os.cpu_count(), "rows": kept}
+    document: Row = {"rows": kept}
     if options.json:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     if options.plot:
@@ -210,62 +212,74 @@ def _resident(process: int) -> int:
 
 
 def table(document: Row) -> str:
-    """What was measured, as a table in Markdown."""
-    lines = [
-        f"{document['cores']} cores ({document['cpu']}):",
-        "",
+    """What was measured, as a table in Markdown for each machine, with its versions."""
+    return _tables(document["rows"], _header(), _cells)
+
+
+def _tables(rows: Sequence[Row], header: Sequence[str], cells_of: Callable[[Row], list[str] | None]) -> str:
+    """Tables of rows that were measured on one machine each, without those that have no cells."""
+    tables = []
+    for machine in dict.fromkeys(row["on"] for row in rows):
+        found = [cells for row in rows if row["on"] == machine and (cells := cells_of(row)) is not None]
+        if found:
+            lines = [f"{machine}:", "", *header, *(f"| {' | '.join(cells)} |" for cells in found)]
+            tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
+
+
+def _header() -> list[str]:
+    return [
         "| model, batch | parameters | PyTorch: memory | export: memory | of PyTorch's | first step in torch.compile, "
         "of that CPU | export, of that CPU | session: memory | step: PyTorch | step: session |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in document["rows"]:
-        ways: dict[str, Row] = row["ways"]
-        trained, made = (ways.get(way, {}).get("peak_mib") for way in ("torch", "export"))
-        cells = [
-            f"{row['model']}, {row['batch']}",
-            f"{row['parameters'] / 1e6:,.1f} M",
-            _cell(ways, "torch", "peak_mib", "{:,} MiB"),
-            _cell(ways, "export", "peak_mib", "{:,} MiB"),
-            f"{made / trained:.2f} x" if trained and made else "-",
-            f"{_cell(ways, 'compile', 'seconds', '{:.0f} s')}, {_cell(ways, 'compile', 'cpu_seconds', '{:.0f} s')}",
-            f"{_cell(ways, 'export', 'seconds', '{:.0f} s')}, {_cell(ways, 'export', 'cpu_seconds', '{:.0f} s')}",
-            _cell(ways, "session", "peak_mib", "{:,} MiB"),
-            _cell(ways, "torch", "step", "{:.2f} s"),
-            _cell(ways, "session", "step", "{:.2f} s"),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> list[str]:
+    ways: dict[str, Row] = row["ways"]
+    trained, made = (ways.get(way, {}).get("peak_mib") for way in ("torch", "export"))
+    return [
+        f"{row['model']}, {row['batch']}",
+        f"{row['parameters'] / 1e6:,.1f} M",
+        _cell(ways, "torch", "peak_mib", "{:,} MiB"),
+        _cell(ways, "export", "peak_mib", "{:,} MiB"),
+        f"{made / trained:.2f} x" if trained and made else "-",
+        f"{_cell(ways, 'compile', 'seconds', '{:.0f} s')}, {_cell(ways, 'compile', 'cpu_seconds', '{:.0f} s')}",
+        f"{_cell(ways, 'export', 'seconds', '{:.0f} s')}, {_cell(ways, 'export', 'cpu_seconds', '{:.0f} s')}",
+        _cell(ways, "session", "peak_mib", "{:,} MiB"),
+        _cell(ways, "torch", "step", "{:.2f} s"),
+        _cell(ways, "session", "step", "{:.2f} s"),
+    ]
 
 
 def training_table(document: Row) -> str:
-    """The losses of models that people train, as a table in Markdown."""
-    lines = [
-        f"{document['cores']} cores ({document['cpu']}):",
-        "",
+    """The losses of models that people train, as tables in Markdown likewise."""
+    header = [
         "| model, batch | parameters | memory: PyTorch | export | session | file | export: CPU time | step: PyTorch "
         f"| session | loss: first | after {STEPS_OF_A_TRAINING} in PyTorch | in the session | largest difference |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in document["rows"]:
-        ways: dict[str, Row] = row["ways"]
-        ours = ways.get("session", {}).get("losses", [])
-        theirs = ways.get("drawn", ways.get("torch", {})).get("losses", [])
-        if len(ours) != STEPS_OF_A_TRAINING or len(theirs) != STEPS_OF_A_TRAINING:
-            continue
-        cells = [
-            f"{row['model']}, {row['batch']}",
-            f"{row['parameters'] / 1e6:,.1f} M",
-            *(_cell(ways, way, "peak_mib", "{:,} MiB") for way in ("torch", "export", "session")),
-            _cell(ways, "export", "file_mib", "{:,} MiB"),
-            _cell(ways, "export", "cpu_seconds", "{:.0f} s"),
-            *(_cell(ways, way, "step", "{:.2f} s") for way in ("torch", "session")),
-            f"{theirs[0]:.4f}",
-            f"{theirs[-1]:.4f}",
-            f"{ours[-1]:.4f}",
-            f"{max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)):.0e}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return _tables(document["rows"], header, _cells_of_training)
+
+
+def _cells_of_training(row: Row) -> list[str] | None:
+    ways: dict[str, Row] = row["ways"]
+    ours = ways.get("session", {}).get("losses", [])
+    theirs = ways.get("drawn", ways.get("torch", {})).get("losses", [])
+    if len(ours) != STEPS_OF_A_TRAINING or len(theirs) != STEPS_OF_A_TRAINING:
+        return None
+    return [
+        f"{row['model']}, {row['batch']}",
+        f"{row['parameters'] / 1e6:,.1f} M",
+        *(_cell(ways, way, "peak_mib", "{:,} MiB") for way in ("torch", "export", "session")),
+        _cell(ways, "export", "file_mib", "{:,} MiB"),
+        _cell(ways, "export", "cpu_seconds", "{:.0f} s"),
+        *(_cell(ways, way, "step", "{:.2f} s") for way in ("torch", "session")),
+        f"{theirs[0]:.4f}",
+        f"{theirs[-1]:.4f}",
+        f"{ours[-1]:.4f}",
+        f"{max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)):.0e}",
+    ]
 
 
 def _cell(ways: dict[str, Row], way: str, key: str, form: str) -> str:
@@ -294,9 +308,12 @@ def plot(document: Row, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def _cpu() -> str:
+def _machine() -> str:
+    """The processor, and the versions of onnxruntime and PyTorch."""
+    versions = ", ".join(f"{name} {metadata.version(package)}" for name, package in _PACKAGES.items())
     with open("/proc/cpuinfo") as file:
-        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "unknown")
+        name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "unknown")
+    return f"{os.cpu_count()} cores ({name}), {versions}"
 
 
 def _text(found: Row) -> str:
