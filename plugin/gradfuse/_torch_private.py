@@ -160,8 +160,10 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """Return what runs before or after each step of an optimizer, for it alone or for all."""
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-    before = (_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks)
-    after = (optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
+    # A class that wraps another optimizer may leave out Optimizer.__init__, which makes these.
+    own = vars(optimizer)
+    before = (_global_optimizer_pre_hooks, own.get("_optimizer_step_pre_hooks", {}))
+    after = (own.get("_optimizer_step_post_hooks", {}), _global_optimizer_post_hooks)
     return [hook for hooks in (*before, *after) for hook in hooks.values()]
 
 

@@ -585,6 +585,17 @@ class Wraps(Own):
         super().__init__(self.inner.param_groups)
 
 
+class WrapsAlone(optim.Optimizer):
+    """As it is often written: `Optimizer.__init__` does not run."""
+
+    def __init__(self, base: optim.Optimizer) -> None:
+        self.base = base
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
 class TakesName(Own):
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["average"] = state.get("average", torch.zeros_like(p)) * 0.9 + p * 0.1
@@ -677,6 +688,7 @@ class NoRate(Own):
         (Waits, "its step asks again and again whether something holds"),
         (HasTensors, "it has tensors in its attribute 'means'"),
         (Wraps, "it wraps SGD in its attribute 'inner'; expected a step that updates the parameters itself"),
+        (lambda p: WrapsAlone(optim.SGD(p)), "it wraps SGD in its attribute 'base'; expected a step that updates"),
         (TakesName, "state 'average' of 'first.weight' has a name that the step needs"),
         (NoRate, "parameter group 0 has no option 'lr'"),
     ],
