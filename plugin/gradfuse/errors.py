@@ -66,6 +66,13 @@ def few(names: Iterable[str]) -> str:
     return ", ".join(every[:_FEW] if more else every) + more
 
 
+def type_name(value: object) -> str:
+    """Return the type of a value for a message, with its module: gradfuse has classes of the same names as torch's."""
+    kind = value if isinstance(value, type) else type(value)
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    return f"{'the class ' if kind is value else ''}{module}{kind.__qualname__}"
+
+
 _FEW = 8
 """An error lists at most this many names."""
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from gradfuse.errors import ArgumentError
+from gradfuse.errors import ArgumentError, one_line, type_name
 from gradfuse.models.scalars import take_numbers
 
 if TYPE_CHECKING:
@@ -78,9 +78,12 @@ class Loss(abc.ABC):
 
     def __post_init__(self) -> None:
         take_numbers(self)
-        if self.reduction not in self.reductions:
+        given: object = self.reduction
+        if not isinstance(given, str) or given not in self.reductions:
+            # In torch.nn, the first argument of some losses is a tensor of weights.
+            named = repr(given) if isinstance(given, str) else type_name(given)
             wanted = " or ".join(map(repr, self.reductions))
-            raise ArgumentError(f"{type(self).__name__}: reduction is {self.reduction!r}; expected {wanted}")
+            raise ArgumentError(f"{type(self).__name__}: reduction is {named}; expected {wanted}")
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -118,12 +121,16 @@ def _classes(shape: Sequence[int | str | None]) -> Sequence[int | str | None]:
 
 def _numbers_shape(loss: Loss, name: str) -> tuple[int, ...]:
     """Return the shape of weights."""
+    given = getattr(loss, name)
     try:
-        array = np.asarray(getattr(loss, name))
+        array = np.asarray(given)
     except (TypeError, ValueError):
         array = np.array("")
+    except RuntimeError as error:
+        # Of torch.
+        raise ArgumentError(f"{type(loss).__name__}: {name} is {type_name(given)}: {one_line(error)}") from error
     if array.dtype.kind not in "fiu":
-        raise ArgumentError(f"{type(loss).__name__}: {name} is {getattr(loss, name)!r}; expected numbers")
+        raise ArgumentError(f"{type(loss).__name__}: {name} is {given!r}; expected numbers")
     return array.shape
 
 
@@ -162,6 +169,11 @@ class CrossEntropyLoss(Loss):
         if not 0 <= self.label_smoothing <= 1:
             raise ArgumentError(
                 f"CrossEntropyLoss: label_smoothing is {self.label_smoothing!r}; expected a number from 0 to 1"
+            )
+        if self.soft_targets and self.ignore_index >= 0:
+            raise ArgumentError(
+                f"CrossEntropyLoss: ignore_index is {self.ignore_index} with soft_targets, which are no classes; "
+                "expected one or the other"
             )
 
     @property

@@ -118,6 +118,13 @@ def test_losses_of_float64_are_torchs(loss: Any, by_torch: Any, target: Tensor, 
     [
         (losses.SmoothL1Loss, {"beta": -1.0}, "SmoothL1Loss: beta is -1.0; expected a number from 0 on"),
         (losses.KLDivLoss, {"reduction": "none"}, "reduction is 'none'; expected 'mean' or 'sum' or 'batchmean'"),
+        # The first argument of torch's.
+        (losses.NLLLoss, {"reduction": torch.ones(3)}, "NLLLoss: reduction is torch.Tensor; expected 'mean' or 'sum'"),
+        (
+            losses.CrossEntropyLoss,
+            {"soft_targets": True, "ignore_index": 1},
+            "ignore_index is 1 with soft_targets, which are no classes; expected one or the other",
+        ),
     ],
 )
 def test_options_out_of_range(kind: Any, options: dict[str, Any], text: str) -> None:
