@@ -474,10 +474,13 @@ def test_numbers_may_be_of_any_kind() -> None:
             lambda: UNTYPED_BUILD(net(), UNTYPED_LOSSES.NLLLoss(weight=["a", "b"])),
             r"NLLLoss: weight is \['a', 'b'\]; expected numbers",
         ),
-        (lambda: UNTYPED_BUILD(net(), UNTYPED_LOSSES.MSELoss), "loss is the class MSELoss; expected a name, an object"),
+        (
+            lambda: UNTYPED_BUILD(net(), UNTYPED_LOSSES.MSELoss),
+            "loss is the class gradfuse.losses.MSELoss; expected a name, an object",
+        ),
         (
             lambda: UNTYPED_BUILD(net(), "mse", optimizer=UNTYPED_OPTIMIZERS.SGD),
-            "optimizer is the class SGD; expected one of",
+            "optimizer is the class gradfuse.optimizers.SGD; expected one of",
         ),
         (
             lambda: UNTYPED_BUILD(net(), "mse", memory_budget=np.int64(2**30), memory_sizes={"N": "2"}),

@@ -14,7 +14,7 @@ from training.models import Batch, Mlp, Whole, assert_trained, batches
 from training.test_run_time import in_onnx
 
 import gradfuse
-from gradfuse import ArgumentError, GradfuseError, TrainingSession, export_training_step, optimizers
+from gradfuse import ArgumentError, ExportError, GradfuseError, TrainingSession, export_training_step, optimizers
 
 RATES = [(0.03 * 0.9**index, 0.07 * 0.8**index) for index in range(8)]
 
@@ -146,3 +146,14 @@ def test_patterns_that_do_not_divide_them_are_refused(given: dict[Any, int], mes
         )
     with pytest.raises(ArgumentError, match="optimizer is str; expected one of gradfuse"):
         gradfuse.build_training_step(in_onnx(Mlp()), "cross_entropy", optimizer={"*": "adam"})  # type: ignore[dict-item]
+
+
+def test_classes_of_the_same_name_are_told_apart() -> None:
+    module = Mlp()
+    others = torch.optim.AdamW(module.parameters())
+    with pytest.raises(ArgumentError, match=r"optimizer is torch\.optim\.adamw\.AdamW; expected one of gradfuse"):
+        gradfuse.build_training_step(in_onnx(module), "cross_entropy", optimizer=others)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"loss is torch\.nn\.modules\.loss\.MSELoss; expected a name, an object"):
+        gradfuse.build_training_step(in_onnx(module), torch.nn.MSELoss())
+    with pytest.raises(ExportError, match=r"optimizer is gradfuse\.optimizers\.AdamW; expected a torch\.optim"):
+        gradfuse.export_training_step(module, F.cross_entropy, batches(1, 3)[0], optimizers.AdamW())  # type: ignore[arg-type]

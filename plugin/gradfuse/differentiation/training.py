@@ -40,7 +40,7 @@ from gradfuse.differentiation.self_check import check_forward, check_gradients
 from gradfuse.differentiation.stored import Store
 from gradfuse.differentiation.tensors import Tape, Tensor
 from gradfuse.dynamic_batch.freeing import with_dynamic_batch
-from gradfuse.errors import ArgumentError, listed
+from gradfuse.errors import ArgumentError, listed, type_name
 from gradfuse.models import reading
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
@@ -174,7 +174,7 @@ def build_training_step(
     criterion = _criterion(loss, loss_weights)
     if not (criterion is None or isinstance(criterion, losses.Loss | _Sum) or loss_models.is_model(criterion)):
         raise ArgumentError(
-            f"{_WHO}: loss is {_kind(loss)}; expected a name, an object of gradfuse.losses, a model, "
+            f"{_WHO}: loss is {type_name(loss)}; expected a name, an object of gradfuse.losses, a model, "
             "an onnxscript function, a dictionary or list of losses, or None"
         )
     run_time = optimizers.run_time_names(run_time, lambda text: ArgumentError(f"{_WHO}: {text}"))
@@ -341,10 +341,6 @@ class _Asked:
                 graph.outputs.append(values[name])
             places[name] = list(graph.outputs).index(values[name])
         return places
-
-
-def _kind(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def _listed(argument: str, names: Any) -> tuple[str, ...]:
@@ -568,7 +564,7 @@ def _require_options(
     for part in parts:
         if optimizer is not None and not isinstance(part, OptimizerOptions):
             raise ArgumentError(
-                f"{_WHO}: optimizer is {_kind(part)}; expected one of gradfuse.optimizers, such as AdamW(), or a "
+                f"{_WHO}: optimizer is {type_name(part)}; expected one of gradfuse.optimizers, such as AdamW(), or a "
                 "dictionary of some"
             )
     if max_grad_norm is not None and not (real(max_grad_norm) or 0) > 0:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gradfuse import _torch_private as private
+from gradfuse.errors import type_name
 from gradfuse.export import explaining, traced_optimizer
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.models.arrays import to_numpy
@@ -111,7 +112,7 @@ def _described(optimizer: Any, names: Mapping[int, str], float64: bool, run_time
     """Describe one optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise refusal(
-            f"optimizer is {type(optimizer).__name__}; expected a torch.optim.Optimizer, a list of some, or None, for "
+            f"optimizer is {type_name(optimizer)}; expected a torch.optim.Optimizer, a list of some, or None, for "
             "a step that ends at the gradients"
         )
     # A subclass may compute anything.
