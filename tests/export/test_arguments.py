@@ -129,6 +129,10 @@ def test_what_the_axes_do_not_fit() -> None:
         (((X, HIDDEN), (Y, Y)), "loss does not take the targets of the batch, target, target_1: too many positional"),
         (((X, HIDDEN, 2.0), Y), "inputs of the batch hold float; expected tensors, as torch.tensor(x)"),
         (((X, (X, object())), Y), "inputs of the batch hold object; expected tensors"),
+        (
+            ((X, Output(X)), Y),
+            "inputs of the batch hold Output; expected tensors: call torch.export.register_dataclass(Output)",
+        ),
     ],
 )
 def test_what_a_batch_cannot_be(batch: Any, message: str) -> None:

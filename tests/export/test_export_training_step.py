@@ -676,6 +676,12 @@ def one_line(error: pytest.ExceptionInfo[ExportError]) -> str:
         (F.relu, F.mse_loss, (torch.ones(1), torch.ones(1)), "module is function; expected torch.nn.Module"),
         (nn.Linear(1, 1), 3, (torch.ones(1), torch.ones(1)), "loss is int; expected a module or function"),
         (nn.Linear(1, 1), F.mse_loss, torch.ones(1, 1), "batch is Tensor of shape (1, 1); expected (inputs, targets)"),
+        (
+            nn.Linear(1, 1),
+            F.mse_loss,
+            (torch.ones(1), torch.ones(1), torch.ones(1)),
+            "batch is a tuple of 3; expected (inputs, targets); several targets are a tuple, as in (x, (y, weights))",
+        ),
         (nn.Linear(1, 1), F.mse_loss, (torch.ones(1), 2.0), "targets of the batch hold float; expected tensors"),
         (nn.ReLU(), F.mse_loss, (torch.ones(1), torch.ones(1)), "no parameter that requires a gradient"),
         (

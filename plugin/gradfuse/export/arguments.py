@@ -62,8 +62,7 @@ class Arguments:
                 raise refusal(f"{which} of the batch have the keys {keys[1:]}; expected strings or whole numbers")
             if not isinstance(leaf, Tensor):
                 if not (leaf is None or isinstance(leaf, (bool, str))):
-                    advice = ", as torch.tensor(x)" if isinstance(leaf, (int, float)) else ""
-                    raise refusal(f"{which} of the batch hold {kind(leaf)}; expected tensors{advice}")
+                    raise refusal(f"{which} of the batch hold {kind(leaf)}; expected tensors{_advice(leaf)}")
                 nestings[keys] = {"value": leaf}
                 continue
             if leaf.layout != torch.strided:
@@ -126,6 +125,13 @@ class Arguments:
             raise refusal(
                 f"{what} does not take the {which} of the batch, {given}: {error}; expected {wanted}"
             ) from error
+
+
+def _advice(leaf: Any) -> str:
+    """Return how to hand over what is no tensor, for messages."""
+    if isinstance(leaf, (int, float)):
+        return ", as torch.tensor(x)"
+    return f": call torch.export.register_dataclass({type(leaf).__name__})" if dataclasses.is_dataclass(leaf) else ""
 
 
 def argument_names(

@@ -209,7 +209,10 @@ class TorchStep:
         if loss is own_loss and isinstance(batch, Mapping):
             batch = batch, None
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise refusal(f"batch is {kind(batch)}; expected (inputs, targets)")
+            several = isinstance(batch, (tuple, list))
+            given = f"a {kind(batch)} of {len(batch)}" if several else kind(batch)
+            advice = "; several targets are a tuple, as in (x, (y, weights))" if several else ""
+            raise refusal(f"batch is {given}; expected (inputs, targets){advice}")
 
         for owner in (module, loss):
             _refuse_lazy(owner)
