@@ -455,6 +455,26 @@ def test_what_adds_to_gradients_of_parameters_is_refused() -> None:
         export_training_step(Model(network(), adds), penalised, inputs_and_targets())
 
 
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_a_function_whose_own_gradient_is_taken_within_the_step_is_named() -> None:
+    def rounded(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        applied: Any = Rounded.apply
+        (gradient,) = torch.autograd.grad(net(applied(x.requires_grad_())).sum(), x, create_graph=True)
+        return net(x), gradient.square().mean()
+
+    with pytest.raises(ExportError, match=r"'loss' .* differs .*; Rounded has a backward pass of its own, .* detach"):
+        export_training_step(Model(network(), rounded), penalised, inputs_and_targets())
+
+
 def test_gradients_of_the_loss_of_each_item() -> None:
     """As differentially private training takes them; each item is also sorted."""
 
