@@ -449,3 +449,24 @@ def test_sizes_that_only_fit_each_other_vary_together() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         export_training_step(nn.Linear(4, 4), Fitting(), batch, dynamic_shapes=shapes, fuse=False)
+
+
+@pytest.mark.long
+def test_nobody_is_warned_of_a_size_that_the_export_alone_tries() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y / (1 + y.std(0))
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y, target) + y.var(0).sum()
+
+    torch.manual_seed(0)
+    module, rows = Scaled(4, 3), {0: "batch"}
+    batch = torch.randn(6, 4), torch.randn(6, 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = export_training_step(module, loss, batch, dynamic_shapes=(rows, rows), fuse=False, evaluation=True)
+    # As PyTorch says of the deviation of one number.
+    assert not [one for one in caught if "degrees of freedom" in str(one.message)]
+    assert_like_torch(step, module, loss, (batch[0][:3], batch[1][:3]))

@@ -37,7 +37,7 @@ from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.packed_sequences import padded
 from gradfuse.export.python_state import PythonState
-from gradfuse.export.reporting import kind, quiet, refusal
+from gradfuse.export.reporting import kind, quiet, refusal, without_warnings
 from gradfuse.export.rounding import WideSparse
 from gradfuse.export.size_numbers import SizeNumbers
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
@@ -124,7 +124,7 @@ def evaluation_model(
         narrow_types.widen_bfloat16(model, fuse=fuse)
 
     def run_anew(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
-        with state.fresh(), WideSparse():
+        with state.fresh(), WideSparse(), without_warnings():
             step.module.eval()
             outputs = _run_and_count(step, cast, inside)[0]
         step.module.eval()

@@ -135,6 +135,14 @@ def mistakes_named() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Suppress the warnings of code that has run before: those of other numbers and sizes are not about the batch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Suppress the warnings and log lines of torch and onnxscript, and the graphs that torch.export prints."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "torch.export", "onnxscript", "onnx_ir")]

@@ -29,7 +29,7 @@ from gradfuse.errors import ExportError, GradfuseError, ModelError
 from gradfuse.export import gradient_hooks, onnx_model, steadiness, traced_optimizer
 from gradfuse.export.dynamic_shapes import DynamicShapes
 from gradfuse.export.large_losses import LargeLosses
-from gradfuse.export.reporting import WHO, refusal, tell_share
+from gradfuse.export.reporting import WHO, refusal, tell_share, without_warnings
 from gradfuse.export.rounding import NARROW, Rounding, WideConversions, WideSparse
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep, undisturbed
 from gradfuse.models import memory
@@ -83,7 +83,7 @@ def truth_of(
     """
 
     def run(step: TorchStep, cast: Callable[[Tensor], Tensor]) -> Arrays:
-        with undisturbed(step), WideSparse(), LargeLosses():
+        with undisturbed(step), WideSparse(), LargeLosses(), without_warnings():
             outputs = _named(step.run(cast, _condensed), native.changed)
         give_back()
         return outputs
