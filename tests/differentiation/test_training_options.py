@@ -475,6 +475,10 @@ def test_numbers_may_be_of_any_kind() -> None:
             r"NLLLoss: weight is \['a', 'b'\]; expected numbers",
         ),
         (
+            lambda: UNTYPED_BUILD(net(), UNTYPED_LOSSES.NLLLoss(weight=torch.ones(3, requires_grad=True))),
+            "NLLLoss: weight is torch.Tensor: Can't call numpy",
+        ),
+        (
             lambda: UNTYPED_BUILD(net(), UNTYPED_LOSSES.MSELoss),
             "loss is the class gradfuse.losses.MSELoss; expected a name, an object",
         ),
