@@ -27,8 +27,8 @@ for outputs with `uses_output_shape=True` (and `forms.output`), at the nodes tha
 `uses_producers=True` (and `forms.producer`).
 
 ============================  ==========================================================================================
-families of readers           arithmetic, conditions, generators, indexing, ort_training, pieces, products, reductions,
-                              views
+families of readers           arithmetic, conditions, distances, generators, indexing, ort_training, pieces, products,
+                              reductions, views
 what they see of a graph      known, with layouts, constants, dims and vectors as its parts
 the walk                      forms, with registry, replay, and unread for what no reader expresses
 other facts about values      order
@@ -38,6 +38,7 @@ other facts about values      order
 from gradfuse.passes.reading import (
     arithmetic,
     conditions,
+    distances,
     generators,
     indexing,
     ort_training,
@@ -53,7 +54,18 @@ from gradfuse.passes.reading.order import Order
 from gradfuse.passes.reading.reductions import axes_of_size_one, is_broadcast_axes
 from gradfuse.passes.reading.registry import has_reader
 
-FAMILIES = (arithmetic, conditions, generators, indexing, ort_training, pieces, products, reductions, views)
+FAMILIES = (
+    arithmetic,
+    conditions,
+    distances,
+    generators,
+    indexing,
+    ort_training,
+    pieces,
+    products,
+    reductions,
+    views,
+)
 """The modules that have readers: importing them registers these."""
 
 __all__ = [

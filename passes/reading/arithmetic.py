@@ -85,14 +85,6 @@ def _neg(forms: KnownForms, node: ir.Node) -> Form:
     return Form(x.groups, -x.poly)
 
 
-@reads("Abs")
-def _abs(forms: KnownForms, node: ir.Node) -> Form:
-    (x,) = forms.operands(node)
-    if not forms.algebra.is_positive(x.poly):
-        raise Opaque("a number that may be negative")
-    return x
-
-
 @reads("Reciprocal")
 def _reciprocal(forms: KnownForms, node: ir.Node) -> Form:
     (x,) = forms.operands(node)
@@ -119,6 +111,13 @@ def _pow(forms: KnownForms, node: ir.Node) -> Form:
 def _exp(forms: KnownForms, node: ir.Node) -> Form:
     (x,) = forms.operands(node)
     return Form(x.groups, forms.algebra.exp(x.poly))
+
+
+@reads("Cosh", "Sinh")
+def _hyperbolic(forms: KnownForms, node: ir.Node) -> Form:
+    (x,) = forms.operands(node)
+    up, down = forms.algebra.exp(x.poly), forms.algebra.exp(-x.poly)
+    return Form(x.groups, (up + down if node.op_type == "Cosh" else up - down).scaled(0.5))
 
 
 @reads("Log")

@@ -104,6 +104,11 @@ AHEAD: dict[str, tuple[Any, ...]] = {
     "Size": (x("N", 3), ("Size",)),
     "Flat": (x("N", 3), ("Reshape", ints(-1))),
     "FlatRows": (x("N", 3, 2), ("Reshape", ints(-1, 2))),
+    "Distance": (below(4, "N", 3, least=-3), ("Abs",)),
+    "Nearness": (below(4, "N", 3, least=-3), ("Abs",), ("Neg",), ("Add", ints(1))),
+    "Signs": (below(4, "N", 3, least=-3), ("Sign",)),
+    "RealDistance": (eighths("N", 3), ("Abs",)),
+    "RealNearness": (eighths("N", 3), ("Abs",), ("Neg",), ("Add", floats(1.0))),
     "AxesOfSizeOne": (x(1, 3), ("Shape",), ("Equal", ints(1)), ("NonZero",), ("Reshape", ints(-1))),
 }
 """An input, and the nodes between it and the node that is read, with their constants."""

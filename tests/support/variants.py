@@ -248,6 +248,11 @@ def _onehot(g: GraphBuilder, t: str) -> str:
     return g.op("OneHot", t, g.constant(C, np.int64), g.constant([0.0, 1.0]))
 
 
+def _from_classes(g: GraphBuilder, t: str) -> str:
+    """The number of each class less that of the target."""
+    return g.op("Sub", g.constant(np.arange(C)[None], np.int64), last(g, t))
+
+
 def _matrix(g: GraphBuilder, t: str) -> str:
     """[N, 2]: row and class."""
     return g.op("Concat", g.constant(np.arange(N)[:, None], np.int64), last(g, t), axis=1)
@@ -270,6 +275,28 @@ ONE_HOTS: dict[str, Callable[[GraphBuilder, str], str]] = {
     ),
     "two comparisons": lambda g, t: number(
         g, g.op("And", *(g.op(f"{way}OrEqual", last(g, t), arange(g, C)) for way in ("Less", "Greater")))
+    ),
+    "1 - min(distance, 1)": lambda g, t: g.op(
+        "Sub", g.constant(1.0), g.op("Min", number(g, g.op("Abs", _from_classes(g, t))), g.constant(1.0))
+    ),
+    "1 - min(distance, 1) of integers": lambda g, t: number(
+        g,
+        g.op(
+            "Sub",
+            g.constant(1, np.int64),
+            g.op("Min", g.op("Abs", _from_classes(g, t)), g.constant(1, np.int64)),
+        ),
+    ),
+    "Relu of 1 - distance": lambda g, t: g.op(
+        "Relu", g.op("Sub", g.constant(1.0), g.op("Abs", number(g, _from_classes(g, t))))
+    ),
+    "clipped distance": lambda g, t: g.op(
+        "Sub",
+        g.constant(1.0),
+        g.op("Clip", g.op("Abs", number(g, _from_classes(g, t))), g.constant(0.0), g.constant(1.0)),
+    ),
+    "magnitude of a sign": lambda g, t: g.op(
+        "Sub", g.constant(1.0), g.op("Abs", g.op("Sign", number(g, _from_classes(g, t))))
     ),
     "smoothed": lambda g, t: g.op("OneHot", t, g.constant(C, np.int64), g.constant([0.02, 0.92])),
     "smoothed in steps": lambda g, t: g.op("Add", g.op("Mul", _onehot(g, t), g.constant(0.9)), g.constant(0.1 / C)),
