@@ -1,4 +1,4 @@
-"""Readers of bounds and signs, as far as they are of integers: a one-hot in arithmetic, such as 1 - min(abs(c - t), 1)."""
+"""Readers of bounds and signs of integers: of one-hots in arithmetic, such as 1 - min(abs(c - t), 1)."""
 
 from __future__ import annotations
 

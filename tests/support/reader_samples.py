@@ -104,6 +104,9 @@ AHEAD: dict[str, tuple[Any, ...]] = {
     "Size": (x("N", 3), ("Size",)),
     "Flat": (x("N", 3), ("Reshape", ints(-1))),
     "FlatRows": (x("N", 3, 2), ("Reshape", ints(-1, 2))),
+    "Rows": (x(4, 3), ("Reshape", ints(-1))),
+    "ByRow": (below(3, 4), ("Add", ints(0, 3, 6, 9))),
+    "ByRowOfOne": (below(3, 4, 1), ("Add", ints([0], [3], [6], [9]))),
     "Distance": (below(4, "N", 3, least=-3), ("Abs",)),
     "Nearness": (below(4, "N", 3, least=-3), ("Abs",), ("Neg",), ("Add", ints(1))),
     "Signs": (below(4, "N", 3, least=-3), ("Sign",)),
@@ -170,8 +173,8 @@ def model_of(sample: Sample) -> tuple[onnx.ModelProto, dict[str, Given]]:
             names.append("")
         elif isinstance(operand, str):
             own, *steps = AHEAD[operand]
-            inputs |= {"first": own}
-            names.append("first")
+            inputs[f"first{position}"] = own
+            names.append(f"first{position}")
             for op, *constants_ in steps:
                 read = [names.pop(), *(f"{operand}_{op}_{position}_{k}" for k in range(len(constants_)))]
                 initializers += [numpy_helper.from_array(a, n) for a, n in zip(constants_, read[1:], strict=True)]
@@ -222,6 +225,13 @@ def _computed(sample: Sample, model: onnx.ModelProto, feeds: dict[str, Array]) -
     return list(session.run(None, feeds))
 
 
+def _named(read: Forms, graph: ir.Graph) -> dict[object, Array]:
+    """Zeros for what has the name of an output: of which nothing is known where an index is out of range."""
+    names = {output.name for output in graph.outputs}
+    atoms = [atom for atom in read.algebra.atoms if atom.kind == "tensor" and atom.args[0] in names]
+    return {atom.args[0]: np.zeros([1] * (len(atom.args) - 1)) for atom in atoms}
+
+
 def compare(sample: Sample, may_be_opaque: bool = False) -> None:
     """Compare the outputs' forms with what the node computes; none may be opaque unless the sample's may."""
     proto, inputs = model_of(sample)
@@ -235,7 +245,7 @@ def compare(sample: Sample, may_be_opaque: bool = False) -> None:
         shapes = {n: tuple(d if isinstance(d, int) else sizes[d] for d in g.shape) for n, g in inputs.items()}
         feeds = {n: np.asarray(g.fill(rng, shapes[n])) for n, g in inputs.items()}
         values = {v.name: squeezed(feeds[str(v.name)], v) for v in model.graph.inputs} | constants(read, model.graph)
-        evaluation = Evaluation(read.algebra, values, {**sizes})
+        evaluation = Evaluation(read.algebra, values | _named(read, model.graph), {**sizes})
         for output, wanted in zip(model.graph.outputs, _computed(sample, proto, feeds), strict=True):
             form = read.get(output)
             if output not in expressed or form is None:

@@ -302,7 +302,23 @@ ONE_HOTS: dict[str, Callable[[GraphBuilder, str], str]] = {
     "smoothed in steps": lambda g, t: g.op("Add", g.op("Mul", _onehot(g, t), g.constant(0.9)), g.constant(0.1 / C)),
 }
 
+
+def _by_place(g: GraphBuilder, p: str, t: str) -> str:
+    """The probability of the class, picked from the elements in one dimension, lessened, and put back."""
+    place, flat = g.op("Add", g.constant(np.arange(N) * C, np.int64), t), g.op("Reshape", p, g.ints(-1))
+    less = g.op("Sub", g.op("Gather", flat, place), g.constant(1.0))
+    return g.op("Reshape", g.op("ScatterElements", flat, place, less), g.ints(N, C))
+
+
+def _one_hot_by_place(g: GraphBuilder, p: str, t: str) -> str:
+    place = last(g, g.op("Add", g.op("Mul", arange(g, N), g.constant(C, np.int64)), t))
+    hot = g.op("ScatterND", g.constant(np.zeros(N * C)), place, g.constant(np.ones(N)))
+    return g.op("Sub", p, g.op("Reshape", hot, g.ints(N, C)))
+
+
 LESS_ONE: dict[str, Callable[[GraphBuilder, str, str], str]] = {
+    "by the place among all elements": _by_place,
+    "one-hot by the place among all elements": _one_hot_by_place,
     "-1 scattered into the softmax": lambda g, p, t: g.op(
         "ScatterElements", p, last(g, t), g.constant(-np.ones((N, 1))), axis=1, reduction="add"
     ),

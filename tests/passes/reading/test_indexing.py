@@ -64,6 +64,15 @@ def _read() -> Iterator[Sample]:
         yield s("OneHot", below(4, "N", 3), scalar(4), singles(0.25, 2.0), axis=axis)
     yield s("OneHot", below(3, 2), "Size", ints(0, 1))
     yield s("OneHot", below(3, 2), ints(3), singles(0.0, 1.0), opset=17)
+    # An index of elements of a matrix: 3 times the row plus the column.
+    yield s("Gather", "Rows", "ByRow")
+    yield s("Gather", "Rows", "ByRowOfOne")
+    yield s("GatherElements", "Rows", "ByRow")
+    yield s("GatherND", "Rows", "ByRowOfOne")
+    for reduction in ("none", "add"):
+        for data in ("Rows", np.zeros(12), x(12)):
+            yield s("ScatterElements", data, "ByRow", x(4), reduction=reduction)
+            yield s("ScatterND", data, "ByRowOfOne", x(4), reduction=reduction)
 
 
 def _unread() -> Iterator[Sample]:
@@ -82,6 +91,11 @@ def _unread() -> Iterator[Sample]:
     yield s("ScatterElements", x(3, 4), below(4, 3, 1), x(3, 1), axis=1, reduction="max")
     yield s("ScatterND", x(3, 4), below(3, 2, 1), x(2, 4), reduction="mul")
     yield s("NonZero", condition("N", 3))
+    yield s("Gather", "Rows", ints(4, 0, 11))
+    yield s("Gather", "Rows", below(12, 5))
+    yield s("ScatterElements", "Rows", below(12, 5), x(5))
+    yield s("ScatterElements", np.zeros((12, 2)), "ByRowOfOne", x(4, 1))
+    yield s("ScatterND", np.zeros((12, 12)), ints([0, 3], [1, 4]), x(2))
     for operand, axis in (("Flat", 0), ("FlatRows", 0)):
         yield s("Gather", operand, ints(0, 2, 1), axis=axis)
     yield s("GatherElements", "Flat", ints(2, 0))
