@@ -237,7 +237,7 @@ def _regions(site: Site, root: ir.Value) -> Iterator[normalizing.Region]:
     reduced: dict[int, list[tuple[ir.Value, ...]]] = {}
     found = dict(normalizing.arithmetic(site, root))
     for value, node in found.items():
-        summed = tuple(site.first(one) for one in normalizing.summed(site, node))
+        summed = tuple(_unviewed(site, one, whole) for one in normalizing.summed(site, node))
         if summed and all(map(whole, summed)):
             first = _first_summed(site, value, root)
             if first is not None:
@@ -250,11 +250,20 @@ def _regions(site: Site, root: ir.Value) -> Iterator[normalizing.Region]:
         yield normalizing.Region(root, first, nodes, tuple(dict.fromkeys(sums)), centred)
 
 
+def _unviewed(site: Site, value: ir.Value, is_whole: Callable[[ir.Value], bool]) -> ir.Value:
+    """The whole tensor of which a value is a view, or the value."""
+    found = site.first(value)
+    return found if is_whole(found) else next(filter(is_whole, _viewed(site, found)), found)
+
+
 def _first_summed(site: Site, total: ir.Value, root: ir.Value) -> int | None:
     """The first of the last axes that a whole tensor was summed over; None where others were."""
     if not site.knows(total):
         return None
     whole, left = site.extents(root), site.extents(total)
+    if len(left) == 2 and len(whole) > 2 and left[1] == UNIT:
+        # The rows of a matrix that it was viewed as.
+        return next((k for k in range(len(whole) - 1, 0, -1) if left[0] == site.algebra.product(whole[:k])), None)
     if len(left) < len(whole):
         return len(left) if left == whole[: len(left)] else None
     firsts = range(len(whole) - 1, -1, -1)

@@ -23,7 +23,7 @@ from gradfuse.passes.reading import attribute, is_float
 
 VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Cast", "Identity"}
 CALCULATIONS = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"}
-REDUCTIONS = {"ReduceSum", "ReduceMean"}
+REDUCTIONS = {"ReduceSum", "ReduceMean", "GlobalAveragePool"}
 PRODUCTS = {"MatMul", "Gemm", "Einsum"}
 """Operators that sum where one of their operands is ones."""
 ALL = CALCULATIONS | VIEWS | REDUCTIONS | {"Where"}
@@ -43,11 +43,19 @@ def reduced(site: Site, node: ir.Node) -> ir.Value | None:
         return node.inputs[0]
     if node.op_type in PRODUCTS and len(node.inputs) == 2 and None not in node.inputs:
         left, right = node.inputs
-        if right is not None and constant(site, right) is not None:
+        if right is not None and _is_uniform(site, right):
             return left
-        if left is not None and constant(site, left) is not None:
+        if left is not None and _is_uniform(site, left):
             return right
     return None
+
+
+def _is_uniform(site: Site, value: ir.Value) -> bool:
+    """Whether all elements of a value are one number, also of one that nodes compute, such as ones over a size."""
+    if constant(site, value) is not None:
+        return True
+    form = site.forms.get(value)
+    return form is not None and bool(form.poly) and form.poly.constant is not None
 
 
 def summed(site: Site, node: ir.Node) -> tuple[ir.Value, ...]:

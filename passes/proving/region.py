@@ -398,12 +398,20 @@ def _is_made_of(value: ir.Value, others: Collection[ir.Value]) -> bool:
 
 
 def _varying_inputs(site: Site, value: ir.Value) -> list[ir.Value]:
-    """What a value is computed from by an operator of ONNX, without constants."""
+    """What a value is computed from by an operator of ONNX, without numbers and sizes."""
     node = value.producer()
     if node is None or node.domain or node.graph is not site.graph or value not in site.position:
         return []
-    inputs = [v for v in node.inputs if v is not None and site.forms.constant(v) is None]
+    inputs = [v for v in node.inputs if v is not None and not _is_given(site, v)]
     return inputs if all(is_float(v) and site.knows(v) for v in inputs) else []
+
+
+def _is_given(site: Site, value: ir.Value) -> bool:
+    """Whether a value is made of constants and sizes alone."""
+    if site.forms.constant(value) is not None:
+        return True
+    form = site.forms.get(value)
+    return form is not None and not site.algebra.tensors(form.poly)
 
 
 def _kinds(rewrite: Rewrite) -> list[Container[ir.Value]]:

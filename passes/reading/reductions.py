@@ -161,6 +161,16 @@ def _reduce(forms: KnownForms, node: ir.Node) -> Form:
     return forms.moved(Form(groups, algebra.substitute(poly, left)), order)
 
 
+@reads("GlobalAveragePool")
+def _global_average_pool(forms: KnownForms, node: ir.Node) -> Form:
+    algebra, x = forms.algebra, forms.operand(node, 0)
+    before = sum(len(group) for group in x.groups[:2])
+    summed = {v: size for v, size in enumerate(x.sizes) if v >= before}
+    total = algebra.sum(x.poly, summed, dict(enumerate(x.sizes)))
+    mean = algebra.mul(total, algebra.power(algebra.product(summed.values()), -1))
+    return Form((*x.groups[:2], *((),) * (len(x.groups) - 2)), mean)
+
+
 def segment_sum(forms: KnownForms, x: Form, axes: Callable[[], Sequence[int]]) -> Form | None:
     """The sum of the rows of segments, where they are gathered by a table, and a row of zeros comes after them.
 

@@ -159,6 +159,22 @@ def test_channels_that_are_last(rank: int, gated: bool, dynamic: bool) -> None:
         assert_gradients_close(got, native[name], value, np.float32, terms=float(np.abs(arrays["dy"]).sum()))
 
 
+def test_means_over_pixels_and_then_over_the_batch() -> None:
+    text = decomposition(4, "[0,2,3]", COMPUTED_SHARE, weighted=True, gated=False, of_mean=False)
+    changes = {
+        "total = ReduceSum<keepdims = 0>(x, axes) m = Mul(total, share)": ("m", "x"),
+        "mean_g = Mul(grad_bias, share)": ("mean_g", "g"),
+        "mean_gd = Mul(gd_sum, share)": ("mean_gd", "gd"),
+    }
+    for old, (name, of) in changes.items():
+        assert old in text
+        pooled = f"{name}_pooled = GlobalAveragePool({of})  {name}_batch = ReduceMean<axes = [0]>({name}_pooled)"
+        text = text.replace(
+            old, f"{pooled}  {name}_flat = Constant<value_ints = [-1]>()  {name} = Reshape({name}_batch, {name}_flat)"
+        )
+    require_backward(onnx_model(text, SHAPES[4], opset=17), SHAPES[4], weighted=True, gated=False)
+
+
 def test_sums_of_products_by_einsum() -> None:
     share = f"share = Constant<value = float {{{1 / 24!r}}}>()"
     text = decomposition(4, "[0,2,3]", share, weighted=True, gated=False, of_mean=True)

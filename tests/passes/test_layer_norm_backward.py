@@ -176,6 +176,29 @@ def test_sums_without_the_axes_that_they_are_over() -> None:
     require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2)
 
 
+ONES = "ones = Constant<value = float[7, 1] {1, 1, 1, 1, 1, 1, 1}>()  n = Constant<value_float = 7.0>()"
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [
+        "share = Div(ones, n)  $m = MatMul($x, share)",
+        "$m = GlobalAveragePool($x)",
+        """flat = Constant<value_ints = [12, 7]>()  back = Constant<value_ints = [4, 3, 1]>()
+        $r = Reshape($x, flat)  $s = Gemm<alpha = 0.14285714285714285>($r, ones)  $m = Reshape($s, back)""",
+    ],
+)
+def test_means_by_products_with_ones_and_by_pooling(mean: str) -> None:
+    text = by_rule(3, 2, weighted=True, of_mean=False).replace(MEAN_OF_X, f"{ONES}  m = ReduceMean(x, inner)")
+    text = text.replace("ReduceMean<keepdims = 1>", "ReduceMean")
+    constants, _, of_each = mean.partition("$") if mean[0] != "$" else ("", "$", mean[1:])
+    for name, operand in (("m", "x"), ("mean_s", "s"), ("mean_sy", "sy")):
+        own = f"${of_each}".replace("$m", name).replace("$x", operand)
+        own = own.replace("$r", f"{name}_rows").replace("$s", f"{name}_sums")
+        text = text.replace(f"{name} = ReduceMean({operand}, inner)", (constants if name == "m" else "") + own)
+    require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2)
+
+
 def test_sums_of_products_of_rows_by_einsum() -> None:
     text = by_rule(3, 2, weighted=True, of_mean=True)
     changes = {

@@ -38,6 +38,9 @@ def _read() -> Iterator[Sample]:
     yield s("ReduceSum", below(9, "N", 3), ints(1))
     yield s("ReduceSum", x(4, 3), "AxesOfSizeOne", shapes=[(1, 3)], noop_with_empty_axes=1)
     yield s("ReduceSumSquare", below(9, "N", 3), ints(1), keepdims=0)
+    yield s("GlobalAveragePool", x("N", 3, 4))
+    yield s("GlobalAveragePool", x(2, "N", "M", 3))
+    yield s("GlobalAveragePool", x(1, 3, 1, 2))
     for reverse in (0, 1):
         for exclusive in (0, 1):
             yield s("CumSum", x("N", 3), scalar(1), reverse=reverse, exclusive=exclusive)
