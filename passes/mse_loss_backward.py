@@ -10,8 +10,20 @@ import numpy as np
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, Monomial, Poly
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, bypassed, materialise, require_same
+from gradfuse.passes.matching import (
+    TOLERANCE,
+    Builder,
+    FusePass,
+    Mismatch,
+    Rewrite,
+    Site,
+    bypassed,
+    materialise,
+    names_of,
+    require_same,
+)
 from gradfuse.passes.reading import Form, is_float
+from gradfuse.passes.report import NearMiss
 
 _ARITHMETIC = {"Add", "Sub", "Sum", "Neg", "Mul", "Div", "Cast", "Identity"}
 _MOVES = {
@@ -21,6 +33,11 @@ _MOVES = {
 }
 """Operators whose results are the elements of their first operand, elsewhere or in another type or sign."""
 _STEPS_OF_TARGET = 32
+_REPEATED = (
+    "a multiple of a difference from an input that is repeated: neither does the square of the difference go into an "
+    "output, nor is it multiplied by 2 over the number of elements, as for a mean"
+)
+_SHARE = 1e-5  # by which a factor may differ from that of a mean
 _NEAR = 12  # nodes ahead of a root among which the operands of a difference are looked for
 
 
@@ -28,7 +45,8 @@ class FuseMseLossBackwardPass(FusePass):
     """Finds, in a value P, a difference d = x - t of two tensors of the graph with P = r d, r a single term, and
 
     1. r depends on no index, x and t have P's shape, and one of them comes from inputs of the graph as the target of a
-       loss does: moved, converted, or scaled and shifted by numbers; or d * d times r goes into an output, or into a
+       loss does: moved, converted, or scaled and shifted by numbers; or repeated, if r is 2 over the number of elements
+       of P, and no mean of something else; or d * d times r goes into an output, or into a
        YieldOp, by which a training graph hands its loss to PyTorch. Many computations, normalisations and sampling
        among them, have the loose form of a product with a difference;
     2. d is a subtraction of the graph; or r depends on no index and is not one, and x and t are of P's shape;
@@ -45,7 +63,9 @@ class FuseMseLossBackwardPass(FusePass):
         differences = [
             (minuend, subtrahend, difference, ratio)
             for minuend, subtrahend, weighted, difference, ratio in _differences(site, root, form)
-            if (not site.algebra.free(ratio) and _has_target(site, root, minuend, subtrahend)) or weighted()
+            if (not site.algebra.free(ratio) and _has_target(site, root, minuend, subtrahend))
+            or _is_mean_to_given(site, form, ratio, minuend, subtrahend)
+            or weighted()
         ]
         unwritten = (found for found in _unwritten_differences(site, root, form) if _has_target(site, root, *found[:2]))
         candidates = differences or unwritten
@@ -53,6 +73,17 @@ class FuseMseLossBackwardPass(FusePass):
 
     def possible(self, site: Site, form: Form) -> bool:
         return len(form.poly) > 1
+
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Multiples of a difference from an input that is repeated, of which nothing says what they are."""
+        for node in site.graph:
+            root = node.outputs[0]
+            form = site.forms.get(root) if node.op_type in ("Mul", "Div") and root in site.position else None
+            if form is None or node.domain or root.dtype not in TOLERANCE or not self.possible(site, form):
+                continue
+            found = (one for one in _differences(site, root, form) if not site.algebra.free(one[-1]))
+            if any(_is_to_given(site, minuend, subtrahend) for minuend, subtrahend, *_ in found):
+                yield NearMiss(names_of([node])[0], self.operator, _REPEATED)
 
     def refusal(self, site: Site, rewrite: Rewrite) -> str | None:
         for node in () if rewrite.by_body else bypassed(site, rewrite):
@@ -142,7 +173,7 @@ def _differences(
         ratio = site.algebra.ratio(poly, difference)
         operands = site.operands_of_difference(node)
         if ratio is not None and poly == form.poly and operands is not None:
-            yield *operands, partial(_weighted, site, value), difference, ratio
+            yield *operands, partial(_weighted, site, value, root), difference, ratio
 
 
 def _unwritten_differences(site: Site, root: ir.Value, form: Form) -> Iterator[tuple[ir.Value, ir.Value, Poly, Poly]]:
@@ -200,13 +231,17 @@ def _varying(site: Site, poly: Poly) -> list[Monomial] | None:
     return sorted(tuple((a, e) for a, e in m if atoms[a].free) for m in poly.terms)
 
 
-def _weighted(site: Site, difference: ir.Value) -> bool:
+def _weighted(site: Site, difference: ir.Value, root: ir.Value) -> bool:
     """Whether the square of the difference goes, by linear operations only, into an output of the graph."""
     multiples = [difference]
     for use in difference.uses():
         if use.node.op_type in ("Mul", "Div", "Neg", "Cast", "Identity") and use.node.inputs.count(difference) == 1:
             multiples += use.node.outputs
-    return any(square in site.parts_of_outputs for value in multiples for square in _squares(site, value))
+    squares = [square for value in multiples for square in _squares(site, value)]
+    # Where squares are weighted, one of the two factors may be.
+    products = (use.node for value in multiples for use in value.uses() if use.node.op_type == "Mul")
+    squares += [n.outputs[0] for n in products if all(v in multiples and v is not root for v in n.inputs)]
+    return any(square in site.parts_of_outputs for square in squares)
 
 
 def _squares(site: Site, value: ir.Value) -> Iterator[ir.Value]:
@@ -225,6 +260,36 @@ def _has_target(site: Site, root: ir.Value, *operands: ir.Value) -> bool:
     alike = all(site.knows(value) and site.extents(value) == site.extents(root) for value in operands)
     constant = any(site.forms.constant(value) is not None for value in operands)
     return alike and not constant and any(_is_given(site, value) for value in operands)
+
+
+def _is_mean_to_given(site: Site, form: Form, ratio: Poly, *operands: ir.Value) -> bool:
+    """Whether a difference is multiplied as for a mean of squares, and one operand is an input, repeated perhaps.
+
+    What has the same for all of a row is rather a mean, which nothing divides by half the number of all elements.
+    """
+    algebra = site.algebra
+    share = algebra.mul(ratio, site.forms.extent(form.sizes)).scaled(0.5)
+    if algebra.free(share) or len(share) != 1 or ratio.constant in (1.0, -1.0):
+        return False
+    ((factors, number),) = share.terms.items()
+    if any(algebra.atoms[a].kind == "dim" for a, _ in factors) or abs(abs(number) - 1.0) > _SHARE:
+        return False
+    return _is_to_given(site, *operands)
+
+
+def _is_to_given(site: Site, *operands: ir.Value) -> bool:
+    """Whether one operand of a difference comes from the caller, and may be repeated then."""
+    sources = [_narrow(site, value) for value in operands]
+    return any(source is not None and _is_given(site, source) for source in sources)
+
+
+def _narrow(site: Site, value: ir.Value) -> ir.Value | None:
+    """A value before it was repeated; None for constants."""
+    node = value.producer()
+    while node is not None and node.op_type == "Expand" and not node.domain and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return None if site.forms.constant(value) is not None else value
 
 
 def _is_given(site: Site, value: ir.Value) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import onnx.parser
 import onnx_ir as ir
 import pytest
+import torch
 from gradient_graphs import in_standard_operators
 from producers import run
 
-from gradfuse import check, fuse
+from gradfuse import check, explain, fuse
 from gradfuse.testing import assert_gradients_close
 
 
@@ -71,6 +74,48 @@ def test_a_difference_whose_square_is_given_out_is_a_loss_whatever_it_is_of() ->
         m (float[64,32] x, float[32,16] w) => (float[64,16] r, float loss) {
           y = MatMul(x, w)  target = Tanh(y)  two = Constant<value_float=2.0>()  d = Sub(y, target)
           r = Mul(d, two)  squares = Mul(d, d)  loss = ReduceSum<keepdims=0>(squares)
+        }"""
+    )
+    result = fuse(model, policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["MseLossBackward"]
+    assert check(model, result.model).ok
+
+
+@pytest.mark.parametrize("target", ["target = Identity(row)", "shape = Shape(y)  target = Expand(row, shape)"])
+def test_a_mean_of_squares_may_have_a_target_that_is_repeated(target: str) -> None:
+    model = gradient(target)
+    (factor,) = (node for node in model.graph.node if node.output[0] == "two")
+    factor.attribute[0].f = 2 / (64 * 16)
+    result = fuse(model, policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["MseLossBackward"]
+    numbers = np.random.default_rng(0)
+    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in model.graph.input}
+    feeds = {name: numbers.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    feeds["half"] = feeds["half"].astype(np.float16)
+    y = torch.from_numpy(feeds["x"]) @ torch.from_numpy(feeds["w"])
+    native, exact = (_of_torch(y.to(dtype), torch.from_numpy(feeds["row"])) for dtype in (torch.float32, torch.float64))
+    got = run(in_standard_operators(ir.from_proto(result.model)), feeds)
+    assert_gradients_close(got["r"], native, exact, np.float32, terms=64)
+
+
+def _of_torch(y: torch.Tensor, row: torch.Tensor) -> np.ndarray[Any, Any]:
+    y = y.detach().requires_grad_()
+    torch.nn.functional.mse_loss(y, row.to(y.dtype).expand_as(y)).backward()
+    assert y.grad is not None
+    return y.grad.numpy()
+
+
+def test_explain_says_why_a_difference_from_a_repeated_input_is_left_alone() -> None:
+    regions = explain(gradient("target = Identity(row)")).regions
+    assert any(region.op == "MseLossBackward" and "that is repeated" in region.reason for region in regions), regions
+
+
+def test_squares_may_be_weighted() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 20]>
+        m (float[8,4] x, float[4,3] w, float[8,1] weight, float[8,3] t) => (float[8,3] r, float loss) {
+          y = MatMul(x, w)  target = Tanh(t)  two = Constant<value_float=2.0>()  d = Sub(y, target)
+          of_row = Mul(weight, d)  square = Mul(of_row, d)  loss = ReduceSum<keepdims=0>(square)  r = Mul(of_row, two)
         }"""
     )
     result = fuse(model, policy="all")
