@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import UNIT, Poly
+from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, number
 from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
 from gradfuse.passes.reading import Form, ort_training
 
 _CURVES = {"Erf": "none", "Tanh": "tanh", "Sigmoid": "tanh"}
 _WHOLE = {"GeluGrad": "none", "BiasGeluGrad_dX": "none", "FastGeluGrad": "tanh", "BiasFastGeluGrad_dX": "tanh"}
+_EXPONENTIALS = {"Exp": (2, -2, 1, -1), "Cosh": (1, -1), "Sinh": (1, -1)}
+"""Operators that are exponentials, and the multiples of the argument of the Tanh that they may be of."""
+_LOGISTIC = "1 / (1 + exp)"
 _NEAR_ROOT, _NEAR_CURVE = 64, 8  # nodes ahead among which gradient and input are looked for
 _FEWEST_TERMS = 3  # of a slope, and so of its product with a gradient
 _CLOSE = 1e-6  # to the constants within a curve, which no form of the root has
@@ -29,7 +33,7 @@ class FuseGeluBackwardPass(FusePass):
 
     1. s is the slope of the unit at x: (1 + E) / 2 + x D / sqrt(2 pi), with an Exp D of -x^2 / 2 that the graph has, or
        (1 + T) / 2 + x (1 - T^2) sqrt(2 / pi) (1 + 3 * 0.044715 x^2) / 2, where T may be 2 S - 1 with a Sigmoid S of
-       twice as much;
+       twice as much, and T and 1 - T^2 may be written in exponentials;
     2. g and x are values of P's type and shape, or x is repeated along the last dimension.
 
     GeluGrad and FastGeluGrad of onnxruntime-training are the same in one node, of an x plus a bias too.
@@ -44,15 +48,20 @@ class FuseGeluBackwardPass(FusePass):
         if whole is not None and whole.domain == ort_training.DOMAIN and whole.op_type in _WHOLE:
             return _of_one_node(site, builder, root, whole)
         form = site.forms.form(root)
-        if _curves(site).isdisjoint(site.algebra.tensors(form.poly)):
+        by_exponentials = _has_exponentials(site, form.poly)
+        if not by_exponentials and _curves(site).isdisjoint(site.algebra.tensors(form.poly)):
             return None
         near = list(_ahead(site, root, form, _NEAR_ROOT))
+        units = itertools.chain(
+            ((unit, form.poly) for unit in _units(site, near, form)),
+            _units_of_exponentials(site, near, form) if by_exponentials else (),
+        )
         candidates = (
-            partial(_bound, site, builder, root, grad, unit)
-            for unit in _units(site, near, form)
+            partial(_bound, site, builder, root, grad, unit, poly)
+            for unit, poly in units
             for grad in near
             if site.forms.form(grad).groups == form.groups
-            and form.poly.close_to(site.algebra.mul(site.forms.form(grad).poly, unit.slope), _CLOSE)
+            and poly.close_to(site.algebra.mul(site.forms.form(grad).poly, unit.slope), _CLOSE)
         )
         return self.first_bound(builder, candidates)
 
@@ -66,13 +75,15 @@ class _Unit:
 
     Attributes:
         x: its input.
-        curve: the node of its Erf or Tanh.
+        curves: the nodes of its Erf or Tanh.
         slope: its slope at x.
+        approximate: the kind of unit.
     """
 
     x: ir.Value
-    curve: ir.Node
+    curves: tuple[ir.Node, ...]
     slope: Poly
+    approximate: str
 
 
 def _curves(site: Site) -> Set[object]:
@@ -129,12 +140,82 @@ def _units(site: Site, near: Sequence[ir.Value], form: Form) -> Iterator[_Unit]:
             at = site.forms.form(x).poly
             if curve.op_type == "Sigmoid":
                 if inside.poly.close_to(_inside(site, at, "tanh").scaled(2), _CLOSE):
-                    yield _Unit(x, curve, _slope(site, at, height.scaled(2) - UNIT))
+                    yield _Unit(x, (curve,), _slope(site, at, height.scaled(2) - UNIT), "tanh")
             elif inside.poly.close_to(_inside(site, at, _CURVES[curve.op_type]), _CLOSE):
                 slopes = (
                     _slopes_of_erf(site, at, height, near) if curve.op_type == "Erf" else [_slope(site, at, height)]
                 )
-                yield from (_Unit(x, curve, slope) for slope in slopes)
+                yield from (_Unit(x, (curve,), slope, _CURVES[curve.op_type]) for slope in slopes)
+
+
+def _has_exponentials(site: Site, poly: Poly) -> bool:
+    """Whether exponentials are part of a value, and it is divided by a sum."""
+    kinds = {site.algebra.atoms[a].kind for m in poly.terms for a, _ in m}
+    return {"exp", "pow"} <= kinds
+
+
+def _units_of_exponentials(site: Site, near: Sequence[ir.Value], form: Form) -> Iterator[tuple[_Unit, Poly]]:
+    """The units whose Tanh, or 1 less its square, is written in exponentials; and what the form is then.
+
+    With R = 1 / (1 + E) and E = e^2u both are polynomials: tanh(u) = 1 - 2 R and 1 - tanh(u)^2 = 4 R (1 - R).
+    """
+    algebra = site.algebra
+    share = algebra.tensor(_LOGISTIC, map(algebra.var, range(len(form.sizes))))
+    for node in _made_by(near, _EXPONENTIALS):
+        inner, inside = node.inputs[0], None if node.inputs[0] is None else site.forms.get(node.inputs[0])
+        for x in () if inner is None or inside is None else (inner, *_ahead(site, inner, form, _NEAR_CURVE)):
+            assert inside is not None
+            wanted = _inside(site, site.forms.form(x).poly, "tanh")
+            times = next((k for k in _EXPONENTIALS[node.op_type] if inside.poly.close_to(wanted.scaled(k), _CLOSE)), 0)
+            if not times:
+                continue
+            curves = tuple(_curves_of(site, near, wanted))
+            known = {a: UNIT.scaled(one) - share.scaled(two) for _, a, one, two in curves}
+            poly = _in_logistic(algebra, form.poly, algebra.power(algebra.exp(inside.poly), 2 // times), share, known)
+            if poly is not None:
+                slope = _slope(site, site.forms.form(x).poly, UNIT - share.scaled(2))
+                yield _Unit(x, tuple(one for one, *_ in curves), slope, "tanh"), poly
+
+
+def _curves_of(site: Site, near: Sequence[ir.Value], inside: Poly) -> Iterator[tuple[ir.Node, int, float, float]]:
+    """Nodes of a Tanh of u, or a Sigmoid of 2 u; their atoms, a and b where they are a - b R with R as above."""
+    for node in _made_by(near, {"Tanh", "Sigmoid"}):
+        own = None if node.inputs[0] is None else site.forms.get(node.inputs[0])
+        times, two = (1, 2.0) if node.op_type == "Tanh" else (2, 1.0)
+        if own is not None and own.poly.close_to(inside.scaled(times), _CLOSE):
+            ((monomial, _),) = site.forms.form(node.outputs[0]).poly.terms.items()
+            ((atom, _),) = monomial
+            yield node, atom, 1.0, two
+
+
+def _in_logistic(
+    algebra: Algebra, poly: Poly, exponential: Poly, share: Poly, known: Mapping[int, Poly]
+) -> Poly | None:
+    """A polynomial in R = 1 / (1 + E), given E and atoms that are functions of R; None where it is none."""
+    (factors,) = exponential.terms
+    sums = {1: UNIT + exponential, 2: UNIT + exponential.scaled(2) + algebra.mul(exponential, exponential)}
+    result = ZERO
+    for monomial, c in poly.terms.items():
+        powers = dict(monomial)
+        first, of_first = factors[0]
+        above = powers.get(first, 0) / of_first
+        if any(powers.pop(a, 0) != e * above for a, e in factors):
+            return None
+        term, below = number(c), 0.0
+        for a, e in powers.items():
+            degree = next((n for n, own in sums.items() if _is_power_of(algebra, a, own)), 0)
+            below -= degree * e
+            if not degree:
+                term = algebra.mul(term, algebra.power(known.get(a) or algebra.of(algebra.atoms[a]), e))
+        if not 0 <= above <= below or above != int(above) or below != int(below):
+            return None
+        rest = [algebra.power(share, int(below - above)), *([UNIT - share] * int(above))]
+        result = result + algebra.product([term, *rest])
+    return result
+
+
+def _is_power_of(algebra: Algebra, atom: int, poly: Poly) -> bool:
+    return algebra.atoms[atom].kind == "pow" and bool(algebra.atoms[atom].args[0].close_to(poly, _CLOSE))
 
 
 def _made_by(values: Sequence[ir.Value], operators: Set[str] | dict[str, str]) -> Iterator[ir.Node]:
@@ -189,18 +270,17 @@ def _of_one_node(site: Site, builder: Builder, root: ir.Value, node: ir.Node) ->
     return replace(rewrite, frontier=tuple(dict.fromkeys((grad, x, *added))), runs=frozenset([node]))
 
 
-def _bound(site: Site, builder: Builder, root: ir.Value, grad: ir.Value, unit: _Unit) -> Rewrite:
+def _bound(site: Site, builder: Builder, root: ir.Value, grad: ir.Value, unit: _Unit, poly: Poly) -> Rewrite:
     if any(value.dtype != root.dtype for value in (grad, unit.x)):
         raise Mismatch("it is computed of tensors of several types")
-    require_same(site, root, site.algebra.mul(site.forms.form(grad).poly, unit.slope))
-    approximate = _CURVES[unit.curve.op_type]
+    require_same(site, root, site.algebra.mul(site.forms.form(grad).poly, unit.slope), poly)
     x, form = unit.x, site.forms.form(root)
     if site.extents(x) != site.extents(root):
         layout = [list(form.variables(axis)) for axis in range(len(form.groups))]
         x = builder.arrange(x, range(len(site.forms.form(x).sizes)), layout, dict(enumerate(form.sizes)))
-    fused = builder.fused(FuseGeluBackwardPass.operator, [grad, x], site.extents(root), approximate=approximate)
+    fused = builder.fused(FuseGeluBackwardPass.operator, [grad, x], site.extents(root), approximate=unit.approximate)
     return replace(
         builder.rewrite("gelu-backward", [fused], fused),
         frontier=tuple(dict.fromkeys((grad, unit.x))),
-        runs=frozenset([unit.curve]),
+        runs=frozenset(unit.curves),
     )

@@ -66,7 +66,25 @@ def by_torch(grad: Tensor, x: Tensor, approximate: str) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("text, approximate", [(ERF, "none"), (TANH, "tanh"), (SIGMOID, "tanh")])
+IN_EXPONENTIALS = [
+    changed(TANH, ("tt = Mul(t, t)  rest = Sub(one, tt)", rest))
+    for rest in (
+        "high = Cosh(inner)  square_of_high = Mul(high, high)  rest = Reciprocal(square_of_high)",
+        "high = Cosh(inner)  low = Div(one, high)  rest = Mul(low, low)",
+        """up = Exp(inner)  negative = Neg(inner)  down = Exp(negative)  both = Add(up, down)
+        four = Constant<value_float = 4.0>()  squared = Mul(both, both)  rest = Div(four, squared)""",
+    )
+]
+OWN_SIGMOID = changed(
+    SIGMOID,
+    ("s = Sigmoid(double)", "negative = Neg(double)  e = Exp(negative)  below = Add(one, e)  s = Reciprocal(below)"),
+)
+
+
+@pytest.mark.parametrize(
+    "text, approximate",
+    [(ERF, "none"), *((text, "tanh") for text in (TANH, SIGMOID, OWN_SIGMOID, *IN_EXPONENTIALS))],
+)
 def test_slopes_are_found(text: str, approximate: str) -> None:
     found = fuse(graph(text)).model
     assert [node.op_type for node in found.graph.node] == ["GeluBackward"]
@@ -120,6 +138,12 @@ def test_slopes_are_found_however_they_are_written(changes: list[tuple[str, str]
         changed(TANH, ("half_x = Mul(x, half)", "half_x = Mul(z, half)")),
         changed(TANH, ("Pow(x, three)", "Pow(z, three)")),
         changed(TANH, ("Add(t, one)", "Sub(t, one)")),
+        changed(IN_EXPONENTIALS[0], ("Cosh(inner)", "Cosh(x)")),
+        changed(IN_EXPONENTIALS[0], ("Mul(high, high)", "Mul(high, x)")),
+        changed(IN_EXPONENTIALS[1], ("Cosh(inner)", "Sinh(inner)")),
+        changed(IN_EXPONENTIALS[2], ("4.0", "3.9")),
+        changed(IN_EXPONENTIALS[2], ("Add(up, down)", "Sub(up, down)")),
+        changed(OWN_SIGMOID, ("Neg(double)", "Neg(inner)")),
     ],
 )
 def test_what_is_almost_a_slope_stays(text: str) -> None:
