@@ -17,6 +17,7 @@ from gradfuse.passes.matching.terms import (
     Correction,
     Count,
     Factors,
+    Key,
     Power,
     Terms,
     TooLong,
@@ -47,6 +48,11 @@ from gradfuse.passes.report import NearMiss
 
 _NEAR_ROOT = 40  # nodes behind a root among which the root of the second moment and the first moment are looked for
 _NEAR_SQUARE = 10  # nodes behind the second moment among which the gradient is looked for
+_MANY = 1 << 40  # steps, after which a beta of seven decimals to their power is 0
+_KEPT = (
+    "epsilon is added to a root that is corrected by something else than 1 less a beta to the power of a count of "
+    "steps, as where powers of the betas are states; the operator takes a count"
+)
 _DECIMALS = 7
 _ROUNDING = 2.0**-23
 _ONE: Factors = frozenset()
@@ -61,6 +67,7 @@ class FuseApplyAdamWPass(OptimizerPass):
 
     1. P = K p - S M / (A sqrt(V) + B), where all but p, M and V are single numbers;
     2. S / A = lr sqrt(1 - beta2^t) / (1 - beta1^t) and B / A = epsilon sqrt(1 - beta2^t), with t one more than a count;
+       or B / A = epsilon, and S / A is taken for the rate, of so many steps that the operator corrects nothing;
     3. K = 1, or K = 1 - lr weight_decay, or g = weight_decay p + another gradient;
     4. p, m, v and the gradient are of P's shape and type, and what is in between of float32.
 
@@ -254,7 +261,7 @@ class _Update:
     rate: Rate
     epsilon: float
     decay: float
-    count: Count
+    count: Count | None  # None where the rate has the bias corrections, or there are none
 
 
 def _update(site: Site, root: ir.Value, found: _Moments, betas: tuple[float, float]) -> _Update:
@@ -285,6 +292,11 @@ def _update(site: Site, root: ir.Value, found: _Moments, betas: tuple[float, flo
         number /= of_root
         added = product(other, inverse), of_rest / of_root
 
+    corrected = any(isinstance(key, Correction) for key, _ in factors)
+    if added == (_ONE, added[1]) and (added[1] > 0 or not corrected):
+        return _with_own_rate(site, factors, number, added[1], rest)
+    if any(isinstance(key, ir.Value) for key, _ in added[0]) and not corrected:
+        raise Mismatch(_KEPT)
     count = _count(factors)
     first, second = (Correction(Power(base, count)) for base in _bases(factors, betas))
     rate = product(factors, frozenset([(first, 1.0)]), frozenset([(second, -0.5)]))
@@ -297,6 +309,23 @@ def _update(site: Site, root: ir.Value, found: _Moments, betas: tuple[float, flo
     return _Update(parameter, chosen, added[1], decay, count)
 
 
+def _with_own_rate(site: Site, factors: Factors, number: float, epsilon: float, rest: Terms) -> _Update:
+    """An update by a root plus a number, neither of them corrected: the corrections, if any, are part of the rate.
+
+    Keras and TensorFlow have it so, with powers of the betas as states.
+    """
+    if number >= 0 or not all(_is_of_rate(site, key, e) for key, e in factors):
+        raise Mismatch("its step is not a learning rate")
+    rate = Rate(factors, -number)
+    parameter, decay = _decayed(rest, rate)
+    return _Update(parameter, rate, epsilon, decay, None)
+
+
+def _is_of_rate(site: Site, key: Key, exponent: float) -> bool:
+    single = isinstance(key, Correction) or (isinstance(key, ir.Value) and is_single(site, key))
+    return single and abs(exponent) in (0.5, 1.0)
+
+
 def _divisor(site: Site, factors: Factors, square: ir.Value) -> tuple[ir.Value, Terms]:
     """The sum of the root and epsilon that a product is divided by, and its two terms."""
     for key, exponent in factors:
@@ -304,6 +333,9 @@ def _divisor(site: Site, factors: Factors, square: ir.Value) -> tuple[ir.Value, 
             parts = terms_of(site, key, [square])
             if len(parts) == 2 and sum((square, 0.5) in f for f in parts) == 1:
                 return key, parts
+            roots = [own for f in parts for own, e in f if isinstance(own, ir.Value) and e == 0.5]
+            if any((square, 1.0) in f for own in roots for f in terms_of(site, own, [square])):
+                raise Mismatch(_KEPT)
     raise Mismatch("it is divided by something else than a root of the mean of the squares and epsilon")
 
 
@@ -364,8 +396,7 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Moments) -> Rew
     names = ("parameter", "gradient", "mean of the gradients", "mean of their squares")
     require_types(site, root, dict(zip(names, tensors, strict=True)), [uncast(root), mean.value, square.value])
 
-    step = _step(site, builder, update.count)
-    inputs = [*tensors, single_number(builder, update.rate.values, update.rate.number), step]
+    inputs = [*tensors, _rate(builder, update), _step(site, builder, update.count)]
     if scale.values or scale.number != 1:
         inputs.append(single_number(builder, scale.values, scale.number))
     new = builder.fused_whole(
@@ -384,24 +415,60 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Moments) -> Rew
         for value in results_of(site, average.value, root.dtype)
     ]
     rates = [value for value, _ in update.rate.values]
+    corrections = [key for key, _ in update.rate.factors if isinstance(key, Correction)]
+    counts = {key.power.count.value for key in corrections} | ({update.count.value} if update.count else set())
     # Where the rate is 0, some ways to write the update divide 0 by 0.
-    singles = [*rates, *(value for value, _ in scale.values), update.count.value]
+    singles = [*rates, *(value for value, _ in scale.values), *counts]
     return replace(
         builder.rewrite("adam-update", [new[0]], new[0]),
         frontier=(*tensors, *singles),
         others=tuple(others),
-        counts=frozenset([update.count.value]),
+        counts=frozenset(counts),
         positive=frozenset(rates),
         elementwise=True,
     )
 
 
-def _step(site: Site, builder: Builder, count: Count) -> ir.Value:
-    """The number of steps that were done before, as int64.
+def _rate(builder: Builder, update: _Update) -> ir.Value:
+    """The learning rate, with the bias corrections that belong to it."""
+    if update.count is not None:
+        return single_number(builder, update.rate.values, update.rate.number)
+    double = ir.DataType.DOUBLE
+    result = builder.constant(np.asarray(update.rate.number), double)
+    for key, exponent in sorted(update.rate.factors, key=lambda factor: (factor[1], str(factor[0]))):
+        own = _correction(builder, key) if isinstance(key, Correction) else builder.cast(_as_value(key), double)
+        own = builder.reshape(own, [])
+        if abs(exponent) == 0.5:
+            own = builder.op("Sqrt", [own], double, [])
+        result = builder.op("Mul" if exponent > 0 else "Div", [result, own], double, [])
+    return builder.cast(result, ir.DataType.FLOAT)
+
+
+def _as_value(key: Key) -> ir.Value:
+    assert isinstance(key, ir.Value)
+    return key
+
+
+def _correction(builder: Builder, key: Correction) -> ir.Value:
+    """1 less a power of a beta, as float64."""
+    double, count, base = ir.DataType.DOUBLE, key.power.count, key.power.base
+    meant = round(base, _DECIMALS)
+    if base == float(np.float32(meant)):
+        base = meant
+    done = builder.reshape(builder.cast(count.value, double), [])
+    steps = builder.op("Add", [done, builder.constant(np.asarray(count.more), double)], double, [])
+    power = builder.op("Pow", [builder.constant(np.asarray(base), double), steps], double, [])
+    return builder.op("Sub", [builder.constant(np.asarray(1.0), double), power], double, [])
+
+
+def _step(site: Site, builder: Builder, count: Count | None) -> ir.Value:
+    """The number of steps that were done before, as int64; so many that corrections are 1 where there is no count.
 
     Raises:
         Mismatch: the graph does not prove it an integer.
     """
+    if count is None:
+        return builder.constant(np.asarray(_MANY), ir.DataType.INT64)
     value = count.value
     if is_float(value):
         # As in torch: a state that each step increments by 1.

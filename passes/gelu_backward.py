@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -218,7 +218,7 @@ def _is_power_of(algebra: Algebra, atom: int, poly: Poly) -> bool:
     return algebra.atoms[atom].kind == "pow" and bool(algebra.atoms[atom].args[0].close_to(poly, _CLOSE))
 
 
-def _made_by(values: Sequence[ir.Value], operators: Set[str] | dict[str, str]) -> Iterator[ir.Node]:
+def _made_by(values: Sequence[ir.Value], operators: Collection[str]) -> Iterator[ir.Node]:
     for value in values:
         node = value.producer()
         if node is not None and not node.domain and node.op_type in operators:

@@ -242,13 +242,6 @@ ALMOST = {
         ("low = ", "under = Add(root, eps) low = "),
     ],
     "epsilon as a maximum": [("Add(low, eps)", "Max(low, eps)")],
-    "no bias corrections": [("Div(rate, rest1_power)", "Identity(rate)"), ("Div(root, deviation)", "Identity(root)")],
-    "a constant rate and no bias corrections": [
-        ("size = Div(rate, rest1_power)", "size = Constant<value_float = 0.01>()"),
-        ("Div(root, deviation)", "Identity(root)"),
-        ("lost = Mul(rate, decay)", "lost = Mul(size, decay)"),
-        ("lost = Mul(size", "size_2 = Constant<value_float = 0.01>() lost = Mul(size_2"),
-    ],
     "no correction of the mean": [("Div(rate, rest1_power)", "Identity(rate)")],
     "no correction of the squares": [("Div(root, deviation)", "Identity(root)")],
     "corrections changed about": [
@@ -288,6 +281,47 @@ ALMOST = {
 }
 
 
+OWN_RATE = {
+    "no bias corrections": "size = Identity(rate)",
+    "a constant rate and no bias corrections": "size = Constant<value_float = 0.01>()",
+    # As Keras has it.
+    "bias corrections of the rate": "deviation = Sqrt(rest2_power) longer = Mul(rate, deviation) "
+    "size = Div(longer, rest1_power)",
+    # As TensorFlow has it, whose states are the powers.
+    "powers that are states": "power1_left = Sub(one, factor) power2_left = Sub(one, second) "
+    "deviation = Sqrt(power2_left) longer = Mul(rate, deviation) size = Div(longer, power1_left)",
+}
+
+
+def _with_own_rate(name: str, given: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
+    """The update in NumPy."""
+    p, g, m, v = (given[one].astype(dtype) for one in ("p", "gradient", "m", "v"))
+    mean, square = m + (g - m) * dtype(1 - 0.9), v * dtype(0.999) + g * g * dtype(1 - 0.999)
+    lost = {
+        "no bias corrections": (0.0, 0.0),
+        "bias corrections of the rate": (0.9 ** (1 + int(given["step"])), 0.999 ** (1 + int(given["step"]))),
+        "powers that are states": (float(given["factor"]), float(given["second"])),
+    }
+    of_mean, of_square = lost.get(name, (0.0, 0.0))
+    rate = dtype(given["rate"] * np.sqrt(1 - of_square) / (1 - of_mean))
+    return {"moved": p - rate * mean / (np.sqrt(square) + dtype(1e-8)), "mean": mean, "square": square}
+
+
+@pytest.mark.parametrize("name", OWN_RATE)
+def test_a_rate_with_its_own_corrections_and_epsilon_beside_the_plain_root(name: str) -> None:
+    step = (
+        f"{OWN_RATE[name]} root = Sqrt(square) denominator = Add(root, eps) way = Div(mean, denominator) "
+        "long = Mul(way, size) moved = Sub(start, long)"
+    )
+    result, report = fused(Update(decay="", changed=((STEPS["corrected step"], step),)).model())
+    assert operators(report) == ["ApplyAdamW"], report
+    given = feeds() | {"second": np.asarray(0.9, np.float32)}
+    got = run(result, given)
+    exact, native = (_with_own_rate(name, given, dtype) for dtype in (np.float64, np.float32))
+    for output, value in exact.items():
+        assert_gradients_close(got[output], native[output], value, np.float32, terms=4)
+
+
 @pytest.mark.parametrize("name", ALMOST)
 def test_updates_that_are_almost_adams_stay(name: str) -> None:
     model = Update(changed=tuple(ALMOST[name])).model()
@@ -303,9 +337,8 @@ def test_updates_that_are_almost_adams_stay(name: str) -> None:
     ("name", "reason"),
     [
         ("amsgrad", "amsgrad"),
-        ("epsilon that is not corrected", "epsilon is not added to the corrected root"),
-        ("no bias corrections", "bias corrections are missing"),
-        ("a constant rate and no bias corrections", "bias corrections are missing"),
+        ("epsilon that is not corrected", "weight decay is not in proportion to the learning rate"),
+        ("no correction of the mean", "bias corrections are those of 0.999"),
         ("two steps more", "are for 2 more than the steps that are counted"),
         ("corrections of another beta", "are those of 0.95 and 0.999, its betas 0.9 and 0.999"),
         ("decay without the learning rate", "weight decay is not in proportion to the learning rate"),
