@@ -20,13 +20,19 @@ from gradfuse.passes.matching import (
     Rewrite,
     Site,
     is_node_of_training,
+    names_of,
     normalizing,
     require_same,
     wanted_outputs,
 )
 from gradfuse.passes.reading import Form, is_float
+from gradfuse.passes.report import NearMiss
 
 _CHANNELS = 1  # the dimension of channels in the operator
+_GIVEN = (
+    "its mean is given and no gradient goes through the statistics, as in evaluation: there the gradients are products "
+    "with vectors and sums, and the operator's are those of statistics of the batch"
+)
 _VECTORS = 5  # forms of a deviation, and a weight
 _CANDIDATES = 8  # for the gradient of the result that are tried
 _READERS = 24  # of a value that are looked at
@@ -47,6 +53,14 @@ class FuseBatchNormBackwardPass(FusePass):
     operator = "BatchNormBackward"
     linear = False
 
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Differences from given statistics whose products with a gradient are summed by channels."""
+        if self.near_misses:
+            return
+        for node in site.graph:
+            if node not in site.unread and _is_subtraction(node) and _is_evaluated(site, node.outputs[0]):
+                yield NearMiss(names_of([node])[0], self.operator, _GIVEN)
+
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
         if is_node_of_training(node, "BatchNormalizationGrad"):
@@ -64,6 +78,36 @@ class FuseBatchNormBackwardPass(FusePass):
         possible = ((region, *one) for region in regions if region is not None for one in _candidates(site, region))
         candidates = itertools.islice(possible, _CANDIDATES)
         return self.first_bound(builder, (partial(_bound, site, builder, *one) for one in candidates))
+
+
+def _is_evaluated(site: Site, centred: ir.Value) -> bool:
+    """Whether a value is the difference from a given mean, and goes into the gradient of a weight of channels."""
+    if not is_float(centred) or not site.knows(centred) or not 2 <= len(site.extents(centred)) <= MAX_RANK:
+        return False
+    is_whole = partial(normalizing.is_whole, site, root=centred)
+    for channels in dict.fromkeys((_CHANNELS, len(site.extents(centred)) - 1)):
+        is_vector = partial(_is_vector, site, root=centred, channels=channels)
+        pair = normalizing.difference(site, centred, is_whole, is_vector)
+        if pair is None or not _is_input(pair[1]):
+            continue
+        for total in (node for node in site.graph if normalizing.summed(site, node)):
+            if not is_vector(total.outputs[0]):
+                continue
+            summed = normalizing.summed(site, total)
+            found = [one for value in summed for one in normalizing.factors(site, site.first(value), is_whole)]
+            others = [one for one in found if not normalizing.is_made_of(site, one, pair[0])]
+            if centred in found and others:
+                return True
+    return False
+
+
+def _is_input(vector: ir.Value) -> bool:
+    """Whether a vector is given to the graph, in other dimensions perhaps."""
+    while (node := vector.producer()) is not None and node.op_type in normalizing.VIEWS and not node.domain:
+        if node.inputs[0] is None:
+            return False
+        vector = node.inputs[0]
+    return node is None
 
 
 def _of_training(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:

@@ -73,7 +73,9 @@ class FuseGroupedBiasAddGradPass(FusePass):
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         node = root.producer()
-        if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES:
+        if node is None or node.domain not in _DOMAINS:
+            return None
+        if node.op_type not in _COMBINES and _scaled_mean(site, node) is None:
             return None
         if node.op_type == "Sub" and root not in _running_sums(site):
             return None
@@ -467,6 +469,20 @@ def _sums_nothing(site: Site, node: ir.Node) -> bool:
     return before is not None and after is not None and before.sizes == after.sizes
 
 
+def _scaled_mean(site: Site, node: ir.Node) -> ir.Value | None:
+    """What a node multiplies the mean of by a number, as by how many elements there are."""
+    if node.op_type != "Mul" or node.domain or len(node.inputs) != 2:
+        return None
+    for value, other in itertools.permutations(node.inputs):
+        number = None if other is None else site.forms.get(other)
+        if value is None or number is None or site.algebra.free(number.poly) or site.algebra.tensors(number.poly):
+            continue
+        above = _behind_views(value).producer()
+        if above is not None and above.op_type == "ReduceMean" and not above.domain:
+            return _first_input(above)
+    return None
+
+
 @dataclass(frozen=True)
 class _Behind:
     """What the sums are made of that a value carries: the first two of the tensors, and what ends the way to more."""
@@ -478,6 +494,8 @@ class _Behind:
 def _sources(site: Site, root: ir.Value) -> list[ir.Value]:
     """Tensors whose sums the root may be made of."""
     top = root.producer()
+    if top is not None and (averaged := _scaled_mean(site, top)) is not None:
+        return [averaged]
     if top is not None and _is_product(site, top):
         return [] if _is_opaque(site, root) else _factors(site, top)
     summed = top is not None and top.op_type == "ReduceSum"

@@ -340,6 +340,17 @@ def test_gradients_that_are_almost_those_stay(name: str) -> None:
         np.testing.assert_allclose(got[output], value, rtol=1e-5, atol=1e-5)
 
 
+def test_explain_names_the_gradient_of_a_normalization_by_given_statistics() -> None:
+    text = """
+        column = Constant<value_ints = [0, 2, 3]>()  m = Unsqueeze(mean, column)  r = Unsqueeze(invstd, column)
+        d = Sub(x, m)  y = Mul(d, r)  share = Mul(dy, y)
+        grad_weight = ReduceSum<keepdims = 0>(share, column)  grad_bias = ReduceSum<keepdims = 0>(dy, column)
+        scale = Mul(invstd, weight)  scales = Unsqueeze(scale, column)  grad_input = Mul(dy, scales)
+    """
+    regions = gradfuse.explain(onnx_model(text, SHAPES[4])).regions
+    assert any(region.op == "BatchNormBackward" and "its mean is given" in region.reason for region in regions), regions
+
+
 def test_a_gate_at_another_number_stays_outside() -> None:
     shape = (3, 4, 5, 2)
     text = weighted_decomposition(gated=True).replace(

@@ -957,6 +957,9 @@ GROUPED_BIAS: dict[str, Build] = {
     **REPEATED,
     "differences of running sums": lambda g: _of_running_sums(g, padded=True),
     "blocks of rows": lambda g: _scattered(g, g.op("Div", arange(g, ROWS), g.constant(3, np.int64))),
+    "means of blocks, times their rows": lambda g: g.op(
+        "Mul", g.op("ReduceMean", given(g, "dy3"), g.ints(1), keepdims=0), g.constant(4.0)
+    ),
     "one-hot, MatMul": lambda g: g.op("MatMul", g.op("Transpose", _hot_groups(g), perm=[1, 0]), given(g, "dy")),
     "one-hot, Gemm": lambda g: g.op("Gemm", _hot_groups(g), given(g, "dy"), transA=1),
     "one-hot, Einsum": lambda g: g.op("Einsum", _hot_groups(g), given(g, "dy"), equation="rg,rh->gh"),
