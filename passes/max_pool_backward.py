@@ -14,10 +14,10 @@ import onnx_ir as ir
 
 from gradfuse.custom_ops.max_pool_backward import places
 from gradfuse.custom_ops.spatial import MOST_SPATIAL
-from gradfuse.passes.algebra import UNIT, ZERO
+from gradfuse.passes.algebra import UNIT, ZERO, number
 from gradfuse.passes.matching import Builder, Context, FusePass, Mismatch, Rewrite, Site, names_of
 from gradfuse.passes.proving.shrinking import KEPT_SIZE
-from gradfuse.passes.reading import attribute
+from gradfuse.passes.reading import Form, Opaque, attribute
 from gradfuse.passes.report import NearMiss
 
 _VIEWS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
@@ -26,6 +26,7 @@ _BY_COMPARISON = (
     "the gradient of a window goes to every element that equals its maximum, and the operator's to the first of them"
 )
 _SCATTERS = {"ScatterElements", "ScatterND"}
+_IMAGE = "image"
 _STEPS = 4  # views one after the other
 _INDICES = 1
 _FEWEST = 3  # dimensions of what is pooled
@@ -38,6 +39,9 @@ class FuseMaxPoolBackwardPass(FusePass):
 
     Where windows do not overlap, it may also be put there, as MaxUnpool does.
 
+    Or a gradient that is put where the ArgMax of a window is, by a one-hot or by a scatter, if windows of x beside each
+    other are dimensions of their own.
+
     x, g and the indices may be viewed in one dimension for it, or in two: one for the planes, each with indices of its
     own. Indices that count columns first stay. MaxPoolGrad of onnxruntime-training is the same in one node.
     """
@@ -49,7 +53,10 @@ class FuseMaxPoolBackwardPass(FusePass):
 
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         found = _scatter(site, root)
-        return None if found is None else _bound(site, builder, root, found)
+        if found is not None:
+            return _bound(site, builder, root, found)
+        picked = _picked(site, root)
+        return None if picked is None else _bound_by_argmax(site, builder, root, picked)
 
     def run(self, context: Context) -> bool:
         changed = super().run(context)
@@ -69,7 +76,9 @@ class FuseMaxPoolBackwardPass(FusePass):
 
     def refusal(self, site: Site, rewrite: Rewrite) -> str | None:
         """If the indices are computed anyway, they cost the forward pass more than the gradient saves."""
-        node = next(node for node in rewrite.runs if node.op_type in {*_SCATTERS, "MaxUnpool", "MaxPoolGrad"})
+        node = next((n for n in rewrite.runs if n.op_type in {*_SCATTERS, "MaxUnpool", "MaxPoolGrad"}), None)
+        if node is None:
+            return None
         positions = node.inputs[1]
         assert positions is not None
         views = _places(site, positions).values
@@ -182,6 +191,134 @@ def _scatter(site: Site, root: ir.Value) -> _Scatter | None:
         if site.extents(value) == site.extents(maxima) and value.dtype == root.dtype
     )
     return _Scatter(pool, node, next(whole, updates), places.by_plane, places.others)
+
+
+@dataclass(frozen=True)
+class _Picked:
+    """A gradient of windows that are dimensions of their own, each put where an ArgMax of the window is."""
+
+    argmax: ir.Node
+    gradient: ir.Value
+    x: ir.Value
+    kernel: tuple[int, ...]
+
+
+def _picked(site: Site, root: ir.Value) -> _Picked | None:
+    readers = [use.node for use in root.uses()]
+    if not site.knows(root) or not _FEWEST <= len(site.extents(root)) <= MOST_SPATIAL + 2:
+        return None
+    if readers and all(one.op_type in _VIEWS and not one.domain for one in readers):
+        return None  # It was tried as its view.
+    node = _arranged(site, root)[-1].producer()
+    if node is None or node.domain or node.graph is not site.graph:
+        return None
+    operands = [value for value in node.inputs if value is not None]
+    if node.op_type == "ScatterElements" and _is_zero(site, operands[0]):
+        operands = operands[1:]
+    elif node.op_type != "Mul":
+        return None
+    for hot, values in itertools.permutations(operands, 2):
+        argmax = _argmax(site, hot)
+        if argmax is None or argmax.inputs[0] is None or attribute(argmax, "select_last_index", 0):
+            continue
+        whole = site.extents(root)
+        inputs = (v for v in _arranged(site, argmax.inputs[0]) if v.dtype == root.dtype and site.extents(v) == whole)
+        x = next(inputs, None)
+        for gradient in _arranged(site, values) if x is not None else ():
+            kernel = _kernel(site, gradient, root)
+            if x is not None and kernel is not None and _are_windows(site, argmax, x, kernel):
+                return _Picked(argmax, gradient, x, kernel)
+    return None
+
+
+def _arranged(site: Site, value: ir.Value) -> list[ir.Value]:
+    """A value and what it is a view of, in another order of dimensions perhaps, the nearest first."""
+    found = [site.first(value)]
+    while (node := found[-1].producer()) is not None and not node.domain and node.op_type in {*_VIEWS, "Transpose"}:
+        if node.inputs[0] is None or not site.knows(node.inputs[0]):
+            break
+        found.append(site.first(node.inputs[0]))
+    return found
+
+
+def _argmax(site: Site, places: ir.Value) -> ir.Node | None:
+    """The ArgMax whose one-hot, or whose result in another shape, a value is."""
+    value: ir.Value | None = places
+    for _ in range(2 * _STEPS):
+        node = None if value is None else site.first(value).producer()
+        if node is None or node.domain or node.graph is not site.graph or not node.inputs:
+            return None
+        if node.op_type == "ArgMax":
+            return node
+        if node.op_type == "Equal":
+            value = next((v for v in node.inputs if v is not None and site.forms.constant(v) is None), None)
+        elif node.op_type in {*_VIEWS, "OneHot", "Cast"}:
+            value = node.inputs[0]
+        else:
+            return None
+    return None
+
+
+def _kernel(site: Site, gradient: ir.Value, root: ir.Value) -> tuple[int, ...] | None:
+    """How many elements along each dimension one of the gradient stands for."""
+    own, whole = site.extents(gradient), site.extents(root)
+    if len(own) != len(whole) or own[:2] != whole[:2] or gradient.dtype != root.dtype:
+        return None
+    found = [site.forms.layouts.quotient(size, count) for size, count in zip(whole[2:], own[2:], strict=True)]
+    numbers = [None if size is None else size.integer for size in found]
+    kernel = tuple(n for n in numbers if n is not None)
+    return kernel if len(kernel) == len(numbers) and math.prod(kernel) > 1 else None
+
+
+def _are_windows(site: Site, argmax: ir.Node, x: ir.Value, kernel: tuple[int, ...]) -> bool:
+    """Whether an ArgMax goes over windows of an image that lie beside each other, row by row."""
+    algebra, extents = site.algebra, site.extents(x)
+    try:
+        windows = _windows(site, argmax, x)
+    except Opaque:
+        return False
+    if attribute(argmax, "axis", 0) % len(windows.groups) != len(windows.groups) - 1:
+        return False
+    counts = [site.forms.layouts.quotient(size, number(k)) for size, k in zip(extents[2:], kernel, strict=True)]
+    if None in counts:
+        return False
+    sizes = [*extents[:2], *(count for count in counts if count is not None), *map(number, kernel)]
+    varying = iter(range(len(sizes)))
+    at = [algebra.var(next(varying)) if size != UNIT else ZERO for size in sizes]
+    within = at[len(extents) :]
+    indices = [*at[:2], *(place.scaled(k) + w for place, k, w in zip(at[2:], kernel, within, strict=False))]
+    picked = [index for index, size in zip(indices, extents, strict=True) if size != UNIT]
+    return list(windows.sizes) == [s for s in sizes if s != UNIT] and windows.poly == algebra.tensor(_IMAGE, picked)
+
+
+def _windows(site: Site, argmax: ir.Node, x: ir.Value) -> Form:
+    """What an ArgMax goes over, by the elements of the image that it is a view of.
+
+    The operand of a maximum has a name of its own in forms.
+    """
+    assert argmax.inputs[0] is not None
+    chain = _arranged(site, argmax.inputs[0])
+    groups = tuple((size,) if size != UNIT else () for size in site.extents(x))
+    count = sum(map(len, groups))
+    form = Form(groups, site.algebra.tensor(_IMAGE, map(site.algebra.var, range(count))))
+    for value in reversed(chain[: chain.index(x)]):
+        node = value.producer()
+        assert node is not None
+        if node.op_type == "Transpose":
+            rank = len(form.groups)
+            form = site.forms.moved(form, list(attribute(node, "perm", range(rank - 1, -1, -1))))
+        else:
+            form = site.forms.regrouped(form, site.extents(value))
+    return form
+
+
+def _bound_by_argmax(site: Site, builder: Builder, root: ir.Value, found: _Picked) -> Rewrite:
+    kernel = found.kernel
+    window = _Window(kernel, kernel, (0,) * 2 * len(kernel), (1,) * len(kernel), 0)
+    operator, inputs = FuseMaxPoolBackwardPass.operator, [found.gradient, found.x]
+    (output,) = builder.fused_whole(operator, inputs, [site.extents(root)], **asdict(window))
+    rewrite = builder.rewrite("max-pool-by-argmax", [output], output)
+    return replace(rewrite, frontier=(found.x, found.gradient), runs=frozenset([found.argmax]), linear=True)
 
 
 def _adds(site: Site, node: ir.Node, pool: ir.Node) -> bool:

@@ -115,6 +115,63 @@ POOLINGS = {
 }
 
 
+BY_ONE_HOT = """
+    best = ArgMax<axis = 4, keepdims = 0>(windows)  four = Constant<value_int = 4>()
+    pair = Constant<value_floats = [0.0, 1.0]>()  hot = OneHot(best, four, pair)  last = Constant<value_ints = [-1]>()
+    column = Unsqueeze(g, last)  each = Mul(hot, column)"""
+BY_SCATTER = """
+    best = ArgMax<axis = 4>(windows)  whole = Shape(windows)  zeros = ConstantOfShape(whole)
+    last = Constant<value_ints = [-1]>()  column = Unsqueeze(g, last)
+    each = ScatterElements<axis = 4>(zeros, best, column)"""
+
+
+def by_argmax(gradient: str, *changes: tuple[str, str]) -> onnx.ModelProto:
+    """Pooling of windows of 2 by 2 that are a dimension of their own."""
+    text = f"""
+        <ir_version: 10, opset_import: ["": 20]>
+        pooling (float[3, 4, 6, 4] x, float[3, 4, 3, 2] g) => (float[3, 4, 3, 2] y, float[3, 4, 6, 4] dx) {{
+            apart = Constant<value_ints = [3, 4, 3, 2, 2, 2]>()  one_each = Constant<value_ints = [3, 4, 3, 2, 4]>()
+            shape = Constant<value_ints = [3, 4, 6, 4]>()  axis = Constant<value_ints = [4]>()
+            parts = Reshape(x, apart)  turned = Transpose<perm = [0, 1, 2, 4, 3, 5]>(parts)
+            windows = Reshape(turned, one_each)  y = ReduceMax<keepdims = 0>(windows, axis)
+            {gradient}
+            parts_of_dx = Reshape(each, apart)  back = Transpose<perm = [0, 1, 2, 4, 3, 5]>(parts_of_dx)
+            dx = Reshape(back, shape)
+        }}
+    """
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return onnx.parser.parse_model(text)
+
+
+@pytest.mark.parametrize("gradient", [BY_ONE_HOT, BY_SCATTER])
+def test_gradients_at_the_argmax_of_windows(gradient: str) -> None:
+    model, report = fused(by_argmax(gradient), policy="all")
+    assert [fusion.rule for fusion in report.fusions] == ["max-pool-by-argmax"], report
+    pooling = Pooling((6, 4), 2, stride=2)
+    feeds = pooling.feeds()
+    x = torch.from_numpy(feeds["x"]).requires_grad_()
+    (wanted,) = torch.autograd.grad(pooling.by_torch(x), x, torch.from_numpy(feeds["g"]))
+    np.testing.assert_array_equal(run(model, feeds)["dx"], wanted.numpy())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("ArgMax<axis = 4", "ArgMin<axis = 4"),
+        ("ArgMax<axis = 4", "ArgMax<select_last_index = 1, axis = 4"),
+        (
+            "turned = Transpose<perm = [0, 1, 2, 4, 3, 5]>(parts)",
+            "turned = Transpose<perm = [0, 1, 2, 4, 5, 3]>(parts)",
+        ),
+    ],
+)
+def test_other_choices_from_windows_stay(change: tuple[str, str]) -> None:
+    _, report = fused(by_argmax(BY_ONE_HOT, change), policy="all")
+    assert not report.fusions and not any(miss.bug for miss in report.near_misses), report
+
+
 @pytest.mark.parametrize("name", POOLINGS)
 def test_sums_at_the_indices_of_maxima(name: str) -> None:
     pooling = POOLINGS[name]
