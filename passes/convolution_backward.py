@@ -8,15 +8,41 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from gradfuse.custom_ops.spatial import MOST_SPATIAL
 from gradfuse.passes.algebra import UNIT, ZERO, Poly
-from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, is_node_of_training, wanted_outputs
+from gradfuse.passes.matching import (
+    Builder,
+    FusePass,
+    Mismatch,
+    Rewrite,
+    Site,
+    is_node_of_training,
+    names_of,
+    wanted_outputs,
+)
 from gradfuse.passes.proving.shrinking import KEPT_SIZE
 from gradfuse.passes.reading import attribute
+from gradfuse.passes.report import NearMiss
 
+_OF_PIXELS = (
+    "a product of matrices over all pixels, as the gradient of a weight of 1 x 1 or of one tap is: the rule reads it "
+    "where it is a Conv"
+)
+_UNFOLDED = (
+    "a product with the windows of an image, which an index unfolds, as the gradient of a weight is: the rule reads it "
+    "where it is a Conv"
+)
+_BY_IMAGE = (
+    "a convolution with a group for each image and channel, whose results are added up, as the gradient of a weight "
+    "is: the rule reads it where batch and channels are swapped"
+)
+_PRODUCTS = {"MatMul", "Gemm", "Einsum"}
+_ARRANGING = {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity"}
 _READERS = 32  # of a value that are looked at
 _FEW = 3  # places, items and channels of a test by numbers
 _STEPS = 6  # cuts and paddings one after the other
@@ -39,6 +65,13 @@ class FuseConvolutionBackwardPass(FusePass):
     linear = False
     looks_at_views = True
 
+    def unmatched(self, site: Site) -> Iterator[NearMiss]:
+        """Gradients of convolutions' weights that are products of matrices, or have a group for each image."""
+        for node in site.graph:
+            reason = None if node.domain or node in site.unread else _as_products(site, node)
+            if reason is not None:
+                yield NearMiss(names_of([node])[0], self.operator, reason)
+
     def propose(self, site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:
         if is_node_of_training(root.producer(), "ConvGrad"):
             return _of_conv_grad(site, builder, root)
@@ -46,6 +79,72 @@ class FuseConvolutionBackwardPass(FusePass):
             return None
         found = _products(site, root)
         return None if found is None else _bound(site, builder, root, found)
+
+
+def _as_products(site: Site, node: ir.Node) -> str | None:
+    """What a gradient of a weight is written as, where no rule reads it; None for other nodes."""
+    if node.op_type == "Conv" and node.inputs[0] is not None and node.inputs[1] is not None:
+        left, right = (site.extents(v) if v is not None and site.knows(v) else [] for v in node.inputs[:2])
+        groups = attribute(node, "group", 1)
+        by_image = groups > 1 and left[:1] == [UNIT] and right[:2] == [UNIT.scaled(groups), UNIT]
+        return _BY_IMAGE if by_image and node.inputs[1].producer() is not None else None
+    if node.op_type not in _PRODUCTS or len(node.inputs) < 2:
+        return None
+    sides = [None if value is None else _pixels(site, value) for value in node.inputs[:2]]
+    first, second = sides
+    is_matrix = site.knows(node.outputs[0]) and len(site.extents(node.outputs[0])) == 2
+    if is_matrix and first is not None and second is not None and first[:1] + first[2:] == second[:1] + second[2:]:
+        return _OF_PIXELS
+    others = [_unfolded(site, value) for value in node.inputs[:2] if value is not None]
+    unfolded = [one for one in others if one is not None]
+    readers = {one for value in unfolded for one in _readers_behind_views(value) if one.op_type in _PRODUCTS}
+    # The first of them is the forward pass.
+    is_last = len(readers) > 1 and node is max(readers, key=lambda one: site.position.get(one.outputs[0], -1))
+    return _UNFOLDED if len(unfolded) == 1 and is_last else None
+
+
+def _pixels(site: Site, value: ir.Value) -> list[Poly] | None:
+    """The sizes of the image whose channels were moved to one end, so that pixels are rows or columns."""
+    for _ in range(_STEPS):
+        node = site.first(value).producer()
+        if node is None or node.domain or node.op_type not in _ARRANGING or node.inputs[0] is None:
+            return None
+        source = node.inputs[0]
+        perm = list(attribute(node, "perm", ()))
+        moved = [[0, *range(2, len(perm)), 1], [1, 0, *range(2, len(perm))]]
+        if node.op_type == "Transpose" and len(perm) > 3 and perm in moved:
+            return site.extents(source) if site.knows(source) else None
+        value = source
+    return None
+
+
+def _unfolded(site: Site, value: ir.Value) -> ir.Value | None:
+    """What a constant index picks of pixels in one dimension, more than once: the windows of an image."""
+    for _ in range(_STEPS):
+        node = site.first(value).producer()
+        if node is None or node.domain or not node.inputs or node.inputs[0] is None:
+            return None
+        if node.op_type == "Gather":
+            index = site.forms.constant(node.inputs[1])
+            return node.outputs[0] if index is not None and index.ndim > 1 and _repeats(index) else None
+        if node.op_type not in _ARRANGING:
+            return None
+        value = node.inputs[0]
+    return None
+
+
+def _repeats(index: np.ndarray[Any, Any]) -> bool:
+    return np.unique(index).size < index.size
+
+
+def _readers_behind_views(value: ir.Value) -> Iterator[ir.Node]:
+    todo = [value]
+    for one in todo:
+        for use in itertools.islice(one.uses(), _READERS):
+            if use.node.op_type in _ARRANGING and not use.node.domain:
+                todo.append(use.node.outputs[0])
+            else:
+                yield use.node
 
 
 def _of_conv_grad(site: Site, builder: Builder, root: ir.Value) -> Rewrite | None:

@@ -285,3 +285,38 @@ def test_places_of_unknown_rank_are_left_alone() -> None:
         return np.asarray(found)
 
     assert_gradients_close(session.gradients["w"], gradient(torch.float32), gradient(torch.float64), np.float32)
+
+
+AS_PRODUCTS = {
+    "over all pixels": """
+        rows = Constant<value_ints = [-1, 2]>()  places = Constant<value_ints = [-1, 4]>()
+        x_last = Transpose<perm = [0, 2, 3, 1]>(x)  x_rows = Reshape(x_last, rows)
+        g_last = Transpose<perm = [0, 2, 3, 1]>(g)  g_rows = Reshape(g_last, places)
+        turned = Transpose<perm = [1, 0]>(g_rows)  dw = MatMul(turned, x_rows)""",
+    "which an index unfolds": """
+        flat = Constant<value_ints = [3, 2, 9]>()  x_flat = Reshape(x, flat)
+        places = Constant<value = int64[2, 4] {0, 1, 3, 4, 1, 2, 4, 5}>()  taps = Gather<axis = 2>(x_flat, places)
+        columns = Constant<value_ints = [3, 4, 4]>()  windows = Reshape(taps, columns)  y = MatMul(w, windows)
+        of_places = Constant<value_ints = [3, 4, 4]>()  first = Constant<value_ints = [0, 0]>()
+        fours = Constant<value_ints = [2, 2]>()  spatial = Constant<value_ints = [2, 3]>()
+        part = Slice(g, first, fours, spatial)  g_flat = Reshape(part, of_places)
+        turned = Transpose<perm = [0, 2, 1]>(windows)  dw = MatMul(g_flat, turned)""",
+    "for each image and channel": """
+        one = Constant<value_ints = [1, 6, 3, 3]>()  x_one = Reshape(x, one)  first = Constant<value_ints = [0]>()
+        two = Constant<value_ints = [2]>()  axes = Constant<value_ints = [1]>()  part = Slice(g, first, two, axes)
+        each = Constant<value_ints = [6, 1, 3, 3]>()  g_each = Reshape(part, each)
+        all = Conv<group = 6, pads = [1, 1, 1, 1]>(x_one, g_each)  split = Constant<value_ints = [3, 2, 3, 3]>()
+        apart = Reshape(all, split)  dw = ReduceSum<keepdims = 0>(apart, first)""",
+}
+
+
+@pytest.mark.parametrize("reason", AS_PRODUCTS)
+def test_explain_names_gradients_that_are_products_of_matrices(reason: str) -> None:
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20]>
+        backward (float[3,2,3,3] x, float[3,4,3,3] g, float[4,4] w) => (float dw) {{ {AS_PRODUCTS[reason]} }}"""
+    )
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    regions = gradfuse.explain(model).regions
+    found = [region.reason for region in regions if region.op == "ConvolutionBackward"]
+    assert len(found) == 1 and reason in found[0], regions
