@@ -354,7 +354,21 @@ def _sums(site: Site, region: normalizing.Region, parts: _Parts, definition: _De
     names = {definition.channel[0]: site.algebra.var(0)}
     wanted = [site.algebra.substitute(one, names) for one in (definition.grad_weight, definition.grad_bias)]
     is_vector = partial(_is_vector, site, root=region.root, channels=region.axis)
-    return normalizing.sums(site, region, parts.sources, values, wanted, is_vector)
+    sums = normalizing.sums(site, region, parts.sources, values, wanted, is_vector)
+    if sums[0] is not None and _is_0_of_nothing(site, parts, sums[0]):
+        sums[0] = None
+    return sums
+
+
+def _is_0_of_nothing(site: Site, parts: _Parts, total: ir.Value) -> bool:
+    """Whether a sum of products with r is 0 for an empty batch, for which r, and so the operator's result, is NaN."""
+    if all(size.integer is not None for size in site.extents(parts.whole.x)):
+        return False
+    node = total.producer()
+    while node is not None and node.op_type in normalizing.VIEWS and not node.domain and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    is_sum = node is not None and bool(normalizing.summed(site, node))
+    return is_sum and normalizing.is_made_of(site, parts.deviation, parts.whole.x)
 
 
 def _gate(site: Site, gradient: ir.Value, root: ir.Value) -> tuple[ir.Value, ir.Value] | None:

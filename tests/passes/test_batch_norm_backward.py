@@ -340,6 +340,26 @@ def test_gradients_that_are_almost_those_stay(name: str) -> None:
         np.testing.assert_allclose(got[output], value, rtol=1e-5, atol=1e-5)
 
 
+def test_statistics_of_a_batch_of_any_size() -> None:
+    text = f"""
+        {COMPUTED_SHARE}
+        axes = Constant<value_ints = [0, 2, 3]>()  column = Constant<value_ints = [1, 5, 1, 1]>()
+        w = Reshape(weight, column)  eps = Constant<value_float = 1e-5>()
+        total = ReduceSum(x, axes)  m = Mul(total, share)  d = Sub(x, m)  square = Mul(d, d)
+        squares = ReduceSum(square, axes)  variance = Mul(squares, share)  more = Add(variance, eps)  root = Sqrt(more)
+        y = Div(d, root)  dy_y = Mul(dy, y)  grad_weight = ReduceSum<keepdims = 0>(dy_y, axes)
+        grad_bias = ReduceSum<keepdims = 0>(dy, axes)  s = Mul(dy, w)  s_sum = ReduceSum(s, axes)
+        s_mean = Mul(s_sum, share)  sy = Mul(s, y)  sy_sum = ReduceSum(sy, axes)  sy_mean = Mul(sy_sum, share)
+        left = Sub(s, s_mean)  through = Mul(y, sy_mean)  inside = Sub(left, through)  grad_input = Div(inside, root)
+    """.replace("5, 1, 1]", f"{SHAPES[4][1]}, 1, 1]")
+    model = onnx_model(text, ("N", *SHAPES[4][1:]))
+    require_backward(model, SHAPES[4], weighted=True, gated=False)
+    nothing = feeds(SHAPES[4]) | {name: np.zeros((0, *SHAPES[4][1:]), np.float32) for name in ("dy", "x", "relu")}
+    wanted, got = run(model, nothing), run(fused(model)[0], nothing)
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(got[name], array)
+
+
 def test_explain_names_the_gradient_of_a_normalization_by_given_statistics() -> None:
     text = """
         column = Constant<value_ints = [0, 2, 3]>()  m = Unsqueeze(mean, column)  r = Unsqueeze(invstd, column)
