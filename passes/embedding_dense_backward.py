@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ import onnx_ir as ir
 from gradfuse.custom_ops.operator import NOTHING_IGNORED
 from gradfuse.passes.algebra import Algebra, Atom, Poly
 from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, names_of
-from gradfuse.passes.reading import Form, Order, attribute, ort_training
+from gradfuse.passes.reading import Form, Opaque, Order, attribute, ort_training
 from gradfuse.passes.report import NearMiss
 
 _ROWS = {
@@ -57,7 +58,9 @@ class FuseEmbeddingDenseBackwardPass(FusePass):
             # An index that is counted from the start is one value: the sum over it is several without.
             for others in [[]] if (wrapped := _wrapped(site, root)) is None else [[], [wrapped]]:
                 form, own, *index_forms = site.forms.relative(root, rows, *others)
-                index = _index(site.algebra, form, own) if len(form.groups[0]) == 1 else None
+                ways = _as_summed(site, form, own) if len(form.groups[0]) == 1 else ()
+                found = ((way, index) for way in ways if (index := _index(site.algebra, form, way)) is not None)
+                own, index = next(found, (own, None))
                 if index is None:
                     continue
                 if not index_forms or [form.poly for form in index_forms] == [index]:
@@ -208,6 +211,17 @@ def _with_what_is_behind(site: Site, value: ir.Value | None) -> Iterator[ir.Valu
         yield value
         node = value.producer()
         value = node.inputs[0] if node is not None and not node.domain and node.op_type in _VIEWS else None
+
+
+def _as_summed(site: Site, form: Form, own: Form) -> Iterator[Form]:
+    """The rows as they are, and in the dimensions of the sum: an index may have several where rows have one."""
+    yield own
+    atoms = [site.algebra.atoms[a] for monomial in form.poly.terms for a, _ in monomial]
+    if len(atoms) != 1 or atoms[0].kind != "sum":
+        return
+    for sizes in itertools.permutations(atoms[0].args[0]) if len(own.sizes) == len(form.sizes) else ():
+        with contextlib.suppress(Opaque):
+            yield site.forms.regrouped(own, [*sizes, *form.sizes[1:]])
 
 
 def _index(algebra: Algebra, form: Form, own: Form) -> Poly | None:

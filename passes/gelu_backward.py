@@ -10,7 +10,7 @@ from functools import partial
 
 import onnx_ir as ir
 
-from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, number
+from gradfuse.passes.algebra import UNIT, ZERO, Algebra, Poly, TooComplex, number
 from gradfuse.passes.matching import Builder, FusePass, Mismatch, Rewrite, Site, require_same
 from gradfuse.passes.reading import Form, ort_training
 
@@ -60,8 +60,7 @@ class FuseGeluBackwardPass(FusePass):
             partial(_bound, site, builder, root, grad, unit, poly)
             for unit, poly in units
             for grad in near
-            if site.forms.form(grad).groups == form.groups
-            and poly.close_to(site.algebra.mul(site.forms.form(grad).poly, unit.slope), _CLOSE)
+            if site.forms.form(grad).groups == form.groups and _is_product(site, poly, grad, unit)
         )
         return self.first_bound(builder, candidates)
 
@@ -148,6 +147,14 @@ def _units(site: Site, near: Sequence[ir.Value], form: Form) -> Iterator[_Unit]:
                 yield from (_Unit(x, (curve,), slope, _CURVES[curve.op_type]) for slope in slopes)
 
 
+def _is_product(site: Site, poly: Poly, grad: ir.Value, unit: _Unit) -> bool:
+    """Whether a polynomial is the product of a value and the slope of a unit."""
+    try:
+        return poly.close_to(site.algebra.mul(site.forms.form(grad).poly, unit.slope), _CLOSE)
+    except TooComplex:
+        return False
+
+
 def _has_exponentials(site: Site, poly: Poly) -> bool:
     """Whether exponentials are part of a value, and it is divided by a sum."""
     kinds = {site.algebra.atoms[a].kind for m in poly.terms for a, _ in m}
@@ -229,7 +236,10 @@ def _inside(site: Site, x: Poly, approximate: str) -> Poly:
     """What the curve of a unit is of."""
     if approximate == "none":
         return x.scaled(_ROOT_HALF)
-    return (x + site.algebra.product([x, x, x]).scaled(_CUBIC)).scaled(_SCALE)
+    try:
+        return (x + site.algebra.product([x, x, x]).scaled(_CUBIC)).scaled(_SCALE)
+    except TooComplex:
+        return ZERO  # The argument of a curve itself: it is not what that is an argument for.
 
 
 def _slopes_of_erf(site: Site, x: Poly, height: Poly, near: Sequence[ir.Value]) -> Iterator[Poly]:

@@ -215,6 +215,8 @@ def _picked(site: Site, root: ir.Value) -> _Picked | None:
     operands = [value for value in node.inputs if value is not None]
     if node.op_type == "ScatterElements" and _is_zero(site, operands[0]):
         operands = operands[1:]
+    elif node.op_type == "Where" and _is_zero(site, operands[2]):
+        operands = operands[:2]
     elif node.op_type != "Mul":
         return None
     for hot, values in itertools.permutations(operands, 2):

@@ -141,6 +141,19 @@ def test_gradient_of_an_embedding_is_fused(name: str) -> None:
     assert_gradients_close(got, _by_pytorch(FEEDS, torch.float32), _by_pytorch(FEEDS, torch.float64), np.float32)
 
 
+def _of_scaled_rows(g: GraphBuilder) -> str:
+    scaled = g.op("Mul", _rows(g)[0], g.constant(2.0))
+    return g.op("Gemm", _one_hot(g), scaled, transA=1)
+
+
+def test_rows_of_several_dimensions_that_are_scaled_as_a_matrix_are_fused() -> None:
+    result = fuse(_model(_of_scaled_rows), policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["EmbeddingDenseBackward"], result.report
+    (got,) = run(result.model, FEEDS).values()
+    twice = FEEDS | {"dy": 2 * FEEDS["dy"]}
+    assert_gradients_close(got, _by_pytorch(twice, torch.float32), _by_pytorch(twice, torch.float64), np.float32)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_sums_at_indices_are_left_alone_or_right(name: str) -> None:
     model = _model(OTHERS[name])

@@ -96,6 +96,12 @@ def test_slopes_are_found(text: str, approximate: str) -> None:
     assert_gradients_close(dx, by_torch(grad, x, approximate), exact, torch.float32)
 
 
+@pytest.mark.parametrize("text", [TANH, OWN_SIGMOID, *IN_EXPONENTIALS])
+def test_slopes_at_a_sum_with_a_bias_are_found(text: str) -> None:
+    model = graph(f"x = Add(z, row)  {text}", "float[N, 6] g, float[N, 6] z, float[6] row")
+    assert operators(fuse(model).model) == ["GeluBackward"]
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -145,7 +145,13 @@ def by_argmax(gradient: str, *changes: tuple[str, str]) -> onnx.ModelProto:
     return onnx.parser.parse_model(text)
 
 
-@pytest.mark.parametrize("gradient", [BY_ONE_HOT, BY_SCATTER])
+BY_WHERE = """
+    best = ArgMax<axis = 4>(windows)  places = Constant<value_ints = [0, 1, 2, 3]>()  hit = Equal(best, places)
+    zero = Constant<value_float = 0.0>()  last = Constant<value_ints = [-1]>()  column = Unsqueeze(g, last)
+    each = Where(hit, column, zero)"""
+
+
+@pytest.mark.parametrize("gradient", [BY_ONE_HOT, BY_SCATTER, BY_WHERE])
 def test_gradients_at_the_argmax_of_windows(gradient: str) -> None:
     model, report = fused(by_argmax(gradient), policy="all")
     assert [fusion.rule for fusion in report.fusions] == ["max-pool-by-argmax"], report
