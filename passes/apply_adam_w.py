@@ -294,7 +294,7 @@ def _update(site: Site, root: ir.Value, found: _Moments, betas: tuple[float, flo
 
     corrected = any(isinstance(key, Correction) for key, _ in factors)
     if added == (_ONE, added[1]) and (added[1] > 0 or not corrected):
-        return _with_own_rate(site, factors, number, added[1], rest)
+        return _with_own_rate(site, root, factors, number, added[1], rest)
     if any(isinstance(key, ir.Value) for key, _ in added[0]) and not corrected:
         raise Mismatch(_KEPT)
     count = _count(factors)
@@ -309,7 +309,7 @@ def _update(site: Site, root: ir.Value, found: _Moments, betas: tuple[float, flo
     return _Update(parameter, chosen, added[1], decay, count)
 
 
-def _with_own_rate(site: Site, factors: Factors, number: float, epsilon: float, rest: Terms) -> _Update:
+def _with_own_rate(site: Site, root: ir.Value, factors: Factors, number: float, epsilon: float, rest: Terms) -> _Update:
     """An update by a root plus a number, neither of them corrected: the corrections, if any, are part of the rate.
 
     Keras and TensorFlow have it so, with powers of the betas as states.
@@ -317,7 +317,16 @@ def _with_own_rate(site: Site, factors: Factors, number: float, epsilon: float, 
     if number >= 0 or not all(_is_of_rate(site, key, e) for key, e in factors):
         raise Mismatch("its step is not a learning rate")
     rate = Rate(factors, -number)
-    parameter, decay = _decayed(rest, rate)
+    try:
+        parameter, decay = _decayed(rest, rate)
+    except Mismatch:
+        # Decayed by the learning rate without the corrections, the parameter is a value of its own.
+        node = uncast(root).producer()
+        added = [] if node is None else [value for value in node.inputs if value is not None]
+        start = next((value for value in added if terms_of(site, value, []) == rest), None)
+        if start is None:
+            raise
+        parameter, decay = start, 0.0
     return _Update(parameter, rate, epsilon, decay, None)
 
 
