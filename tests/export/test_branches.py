@@ -128,11 +128,18 @@ class Failing(Asking):
         return x @ x.new_ones(5, 5)
 
 
-@pytest.mark.parametrize("module", [Choosing(), Recovering(), Failing()])
+@pytest.mark.parametrize("module", [Recovering(), Failing()])
 def test_choices_by_value_are_refused_with_their_place(module: nn.Module) -> None:
     torch.manual_seed(0)
     with pytest.raises(ExportError, match=r"value of a tensor.*asked \(test_branches.py:\d+\)"):
         export_training_step(module, F.cross_entropy, _batch(4))
+
+
+def test_both_sides_of_a_condition_export() -> None:
+    torch.manual_seed(0)
+    (x,), y = _batch(4)
+    for side in (x.abs(), -x.abs()):
+        _compared(Choosing(), ((side,), y), other=((-side,), y))
 
 
 class Skipping(Asking):

@@ -112,6 +112,10 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("way", mostly_long(WAYS, (by_any, by_numel)))
 def test_experts_without_rows_train_later(way: Callable[..., Tensor]) -> None:
+    train_alike(way)
+
+
+def train_alike(way: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     module = Experts(way)
     # Two rows have at most four experts, so that others have none here; all have some later.
@@ -214,20 +218,15 @@ def mean_of_rows(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> 
     return total
 
 
-@pytest.mark.parametrize(
-    "way",
-    mostly_long(
-        (
-            at_least_two,
-            rows_at_least_two,
-            something_else_too,
-            something_else_by_size,
-            rows_of_another_mask,
-            mean_of_rows,
-        ),
-        (at_least_two, rows_of_another_mask),
-    ),
-)
-def test_what_such_a_condition_decides_is_refused(way: Callable[..., Tensor]) -> None:
+CHOOSING = (at_least_two, something_else_too, something_else_by_size, rows_of_another_mask, mean_of_rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", CHOOSING)
+def test_what_such_a_condition_decides_is_computed_both_ways(way: Callable[..., Tensor]) -> None:
+    train_alike(way)
+
+
+def test_what_a_number_of_rows_decides_is_refused() -> None:
     with pytest.raises(ExportError, match="and a graph has no branches"):
-        export_training_step(Experts(way), F.cross_entropy, batch(5), dynamic_shapes=DYNAMIC)
+        export_training_step(Experts(rows_at_least_two), F.cross_entropy, batch(5), dynamic_shapes=DYNAMIC)

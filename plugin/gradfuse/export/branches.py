@@ -44,15 +44,22 @@ from gradfuse.export import (
     own_gradients,
 )
 from gradfuse.export.dropout import SeededDropout
-from gradfuse.export.emptiness import Guards, answering, guards_of, idle_answers, selected_by
+from gradfuse.export.emptiness import (
+    Guards,
+    answering,
+    are_selected_alike,
+    guards_of,
+    idle_answers,
+    selected_by,
+)
 from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
-from gradfuse.export.observing import ASKS, Place, are_close, caller, callers, calling_frame, forward, offset
+from gradfuse.export.observing import ASKS, Place, are_close, caller, callers, calling_frame, forward, line_of, offset
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.selections import CannotSelectError, Decisions, DrawsForNothing, Found, Selections, Trial, Written
 from gradfuse.export.sizes_in_tensors import SizesInTensors
 from gradfuse.export.sparse_matrices import SparseProducts
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
-from gradfuse.export.traced_functions import INSTEAD, indexed, is_mask
+from gradfuse.export.traced_functions import INSTEAD, counts_of_groups, indexed, is_mask
 from gradfuse.training.step import DROPOUT_SEED
 
 _FINITE = ("isfinite", "isnan", "isinf")
@@ -76,6 +83,8 @@ _KEEPS = frozenset(
 """Functions whose results are of the kind of their arguments."""
 
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_LISTS = (torch.Tensor.tolist, torch.Tensor.unbind)
+_LISTED = frozenset(("tolist", "bincount"))
 _SELECTS = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
 
 _TRIALS = 6
@@ -86,6 +95,9 @@ _CONVERTS = re.compile(r"\b(float|int|math\.\w+)\(")
 
 _MOST = 64
 """The most branches that are examined one by one."""
+
+_MOST_SELECTED = 16
+"""The most branches on values whose both sides are computed."""
 
 _CALLERS = 3
 """How many functions, from the one that selects on, may guard a selection."""
@@ -139,10 +151,13 @@ def branches_of(step: TorchStep) -> Branches:
     """Run the forward pass of a step, and look at each of its branches."""
     observed = _observed(step)
     guards = guards_of(step, observed.selecting)
-    if not guards.answers:
-        return _branches(step, observed, Guards())
+    if guards.others or not guards.answers:
+        asking = dataclasses.replace(guards, others=[*guards.answers, *guards.others] if guards.others else [])
+        branches = _branches(step, observed, Guards(), asking)
+        if branches.selections.codes or not guards.answers:
+            return branches
     with guards.installed(step):
-        return _branches(step, _observed(step), guards)
+        return _branches(step, _observed(step), guards, Guards())
 
 
 def _observed(step: TorchStep) -> _Observed:
@@ -157,11 +172,41 @@ def _observed(step: TorchStep) -> _Observed:
     return observed
 
 
-def _branches(step: TorchStep, observed: _Observed, guards: Guards) -> Branches:
+def _branches(step: TorchStep, observed: _Observed, guards: Guards, asking: Guards) -> Branches:
     none = Selections()
     chances = _of_chance(step, observed, none)
     looped = set(map(_text, observed.looped))
     selections, observed = _selected(step, observed)
+    decided, idle = _decided(step, observed, selections)
+    values = [place for place in observed.asked if place not in decided and not _is_of_chance(observed, place)]
+    if (values or asking.others) and len(values) <= _MOST_SELECTED and not selections.codes:
+        by_values = _selected_by_values(step, observed, values, decided, asking)
+        selections, observed, decided = by_values or (selections, observed, decided)
+    left = [place for place in observed.asked if place not in decided]
+    return Branches(
+        decided=decided,
+        idle=idle,
+        guards=guards,
+        open=tuple(map(_text, left)),
+        random=tuple(_text(place) for place in left if "random" in observed.asked[place][1]),
+        found=frozenset(
+            place
+            for place, counts in observed.found.items()
+            if all(counts)
+            and _text(place) not in looped
+            and place[0] not in guards.codes.values()
+            and not (selections.gated and place[0] in selections.codes.values())
+        ),
+        selections=selections,
+        chances=frozenset(chances),
+        items=frozenset(observed.items),
+    )
+
+
+def _decided(
+    step: TorchStep, observed: _Observed, selections: Selections
+) -> tuple[dict[Place, bool], dict[Place, bool]]:
+    """Return how the branches go that do not choose what is computed, and those of them that are about empty masks."""
     decided = {
         place: answers[0]
         for place, (answers, kinds) in list(observed.asked.items())[:_MOST]
@@ -175,27 +220,52 @@ def _branches(step: TorchStep, observed: _Observed, guards: Guards) -> Branches:
         for place, (answers, _) in observed.asked.items()
         if place[0] in checks and len({*answers}) == 1
     }
-    idle = idle_answers(
-        step,
-        [place for place, (_, kinds) in observed.asked.items() if place not in decided and "random" not in kinds],
-    )
-    decided |= idle
-    left = [place for place in observed.asked if place not in decided]
-    return Branches(
-        decided=decided,
-        idle=idle,
-        guards=guards,
-        open=tuple(map(_text, left)),
-        random=tuple(_text(place) for place in left if "random" in observed.asked[place][1]),
-        found=frozenset(
-            place
-            for place, counts in observed.found.items()
-            if all(counts) and _text(place) not in looped and place[0] not in guards.codes.values()
-        ),
-        selections=selections,
-        chances=frozenset(chances),
-        items=frozenset(observed.items),
-    )
+    asking = [place for place in observed.asked if place not in decided and not _is_of_chance(observed, place)]
+    idle = idle_answers(step, asking)
+    return decided | idle, idle
+
+
+def _is_of_chance(observed: _Observed, place: Place) -> bool:
+    return "random" in observed.asked[place][1]
+
+
+def _selected_by_values(
+    step: TorchStep, observed: _Observed, values: Sequence[Place], decided: Mapping[Place, bool], asking: Guards
+) -> tuple[Selections, _Observed, dict[Place, bool]] | None:
+    """Return the functions that compute both sides of branches on values; None: they cannot, or give something else.
+
+    Args:
+        step: the step.
+        observed: what its own functions ask.
+        values: where these branches are.
+        decided: how other branches go.
+        asking: those on numbers, as `others`.
+
+    Returns:
+        The functions, what is asked besides, and how branches go in them.
+    """
+    lines = {line_of(place): answer for place, answer in decided.items()}
+    numbers = {code: frozenset(place for one, place in asking.others if one is code) for code, _ in asking.others}
+    selections, last = Selections(numbers=numbers, gated=True), observed
+    places = [(place[0], line_of(place)[1]) for place in values]
+    places += [(code, line) for code, (line, _) in asking.others if (code, line) not in places]
+    written: Sequence[Written] = ()
+    try:
+        for _ in range(_ROUNDS):
+            selections = selections.including(step, places)
+            last = _Observed(items=observed.takes_items)
+            written = _run(step, last, selections)
+            answers = {place: lines[line_of(place)] for place in last.asked if line_of(place) in lines}
+            places = [(place[0], line_of(place)[1]) for place in last.asked if place not in answers]
+            if not places:
+                break
+    except (Exception, CannotSelectError):
+        # A user's module may raise anything where it gets tensors for numbers.
+        return None
+    selections = selections.surveyed(written)
+    if places or not are_selected_alike(step, selections, values, asking):
+        return None
+    return selections, last, answers
 
 
 def _of_chance(step: TorchStep, observed: _Observed, selections: Selections) -> list[Place]:
@@ -225,7 +295,7 @@ def _selected(step: TorchStep, observed: _Observed) -> tuple[Selections, _Observ
                 if observed.loops and not _leave_out_alike(step, selections):
                     break
                 return selections, last
-            selections = selections.including(step, [(code, _line((code, offset))) for code, offset in places])
+            selections = selections.including(step, [(place[0], line_of(place)[1]) for place in places])
             last = _Observed(items=observed.takes_items)
             written = _run(step, last, selections)
     except (Exception, CannotSelectError):
@@ -417,6 +487,7 @@ class _Decided(TorchFunctionMode):
         self._branches = branches
         self._decisions = decisions
         self._selected: dict[tuple[int, int], tuple[Tensor, Any]] = {}
+        self._counts: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
         self._sizes = SizesInTensors()
         self._fixed = FixedNumbers(fixed)
         self._products = SparseProducts()
@@ -435,8 +506,12 @@ class _Decided(TorchFunctionMode):
             args = (args[0].detach(),)
         if self._products.takes(func, args, kwargs or {}):
             return self._products.called(func, args, kwargs or {})
+        if func in _LISTS and id(args[0]) in self._counts:
+            args = (self._counts[id(args[0])][1](), *args[1:])
         func = INSTEAD.get(func, func)
         result = self._fixed.called(self._called, func, args, kwargs or {})
+        if (of_groups := counts_of_groups(func, args, kwargs or {})) is not None:
+            self._counts[id(result)] = result, of_groups
         if func in _SELECTS and len(args) == 2 and is_mask(args[1]):
             self._count(args[1], result.shape[0])
         if place in self._branches.found and isinstance(result, Tensor) and not self._decisions.open:
@@ -473,7 +548,7 @@ class _Observed(TorchFunctionMode):
 
     Attributes:
         asked: place -> the answers, and of which kinds the tensors are.
-        selecting: the code of functions that select by masks, and of those that call them.
+        selecting: the code of functions that select by masks or take out counts, and of those that call them.
         loops: where code loops over what `nonzero` finds in a vector.
         looped: where that `nonzero` is.
         found: place of a `nonzero` -> whether it found something, each time.
@@ -526,7 +601,7 @@ class _Observed(TorchFunctionMode):
                 return result
             self._asking.append(calling_frame())
             return not result
-        if selected_by(func, args):
+        if selected_by(func, args) or name in _LISTED:
             self.selecting |= callers(_CALLERS)
         if name == "nonzero" and isinstance(result, Tensor):
             self.found.setdefault(caller(), []).append(result.shape[0] > 0)
@@ -596,13 +671,7 @@ def _last(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _text(place: Place) -> str:
-    return explaining.text_of(place[0], _line(place))
-
-
-def _line(place: Place) -> int:
-    code, offset = place
-    lines = [line for start, end, line in code.co_lines() if start <= offset < end]
-    return lines[0] if lines and lines[0] is not None else code.co_firstlineno
+    return explaining.text_of(place[0], line_of(place)[1])
 
 
 _OFF: Mapping[str, Callable[[Any], object]] = {

@@ -21,14 +21,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse.export import dropout, host_draws, rewriting
-from gradfuse.export.observing import ASKS, Place, are_close, caller, forward, with_gradients
-from gradfuse.export.selections import functions_of
+from gradfuse.export.observing import ASKS, Place, are_close, caller, calling_frame, forward, line_of, with_gradients
+from gradfuse.export.selections import Line, Selections, functions_of
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.traced_functions import is_mask
 from gradfuse.training.step import DROPOUT_SEED
 
 _AT_RANDOM, _ALONE = 3, 6
 """How many times a step is run with some masks emptied at random, and with one alone at most."""
+
+_CHOOSE = frozenset("topk argmax argmin max min multinomial".split())
+"""Functions that give indices, by which code may group."""
+
+_COUNT = frozenset("bincount count_nonzero sum histc".split())
+_TAKE = frozenset("getitem view reshape flatten squeeze to long int".split())
+"""Functions that count, and those that pass counts on."""
 
 _COMPARISONS = {
     "gt": operator.gt,
@@ -43,8 +50,26 @@ _LARGE = 2**62
 _MOST = 16
 """The most guards that are tried one by one."""
 
-Made = tuple[Place, int]
+Made = tuple[Line, int]
 """Where a tensor was made, and which of those made there it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """What is other in a run than in the module's own.
+
+    Attributes:
+        masks: the masks that are emptied.
+        lines: where all masks that are made are emptied as well.
+        full: whether these select all instead.
+        grouped: the share of elements that go into one group, where code groups them by an index.
+    """
+
+    masks: Collection[Made] = ()
+    lines: Collection[Line] = ()
+    full: bool = False
+    grouped: float = 0.0
+
 
 Guard = tuple[CodeType, tuple[int, int]]
 """A function, before it was rewritten, and where its condition is: line and column."""
@@ -57,10 +82,12 @@ class Guards:
     Attributes:
         codes: the code of each function that has some -> its code that asks.
         answers: how they go; all others are as the module has them.
+        others: those that choose what is computed.
     """
 
     codes: Mapping[CodeType, CodeType] = dataclasses.field(default_factory=dict)
     answers: Mapping[Guard, bool] = dataclasses.field(default_factory=dict)
+    others: Collection[Guard] = ()
 
     @contextlib.contextmanager
     def installed(self, step: TorchStep) -> Iterator[Mapping[Guard, Sequence[_Condition]]]:
@@ -132,31 +159,43 @@ def guards_of(step: TorchStep, selecting: Collection[CodeType]) -> Guards:
     guards = Guards(codes)
     if not codes:
         return guards
-    run = _tried(step, guards, (), _forward_alone)
-    if run is None or not run.masks or not run.conditions:
+    run = _tried(step, guards, _Change(), _forward_alone)
+    if run is None or not (run.masks or run.groups) or not run.conditions:
         return Guards()
-    empty = _tried(step, guards, run.masks, _forward_alone)
-    if empty is None:
-        return Guards()
-    zeros = {guard: found for guard, found in empty.conditions.items() if all(one.is_zero for one in found)}
-    wanted = {guard: found[0].answer for guard, found in zeros.items()}
+    empty = _tried(step, guards, _Change(run.masks), _forward_alone) if run.masks else None
+    wanted = {guard: found[0].answer for guard, found in _zeros(empty, all).items()}
+    if run.groups:
+        grouped = _tried(step, guards, _Change(grouped=1.0), _forward_alone)
+        wanted |= {guard: found[0].answer for guard, found in _zeros(grouped, any).items()}
     if _agree(step, Guards(codes, wanted), run.masks):
         return Guards(codes, wanted)
     each = [Guards(codes, {guard: answer}) for guard, answer in list(wanted.items())[:_MOST]]
     agreeing = [one for one in each if _agree(step, one, run.masks)] if len(wanted) > 1 else []
-    together = Guards(codes, {guard: answer for one in agreeing for guard, answer in one.answers.items()})
-    return together if _agree(step, together, run.masks) else Guards()
+    answers = {guard: answer for one in agreeing for guard, answer in one.answers.items()}
+    varying = [guard for guard in wanted if not all(one.is_zero for one in run.conditions.get(guard, ()))]
+    together = Guards(codes, answers, [guard for guard in varying if guard not in answers])
+    return together if _agree(step, together, run.masks) else Guards(codes, others=varying)
+
+
+def _zeros(trial: _Trial | None, which: Callable[[Iterable[bool]], bool]) -> dict[Guard, Sequence[_Condition]]:
+    """Return the conditions whose numbers, all or any, are 0 in a run."""
+    conditions = {} if trial is None else trial.conditions
+    return {guard: found for guard, found in conditions.items() if which(one.is_zero for one in found)}
 
 
 def _agree(step: TorchStep, guards: Guards, masks: Sequence[Made]) -> bool:
     """Whether a step computes the same with empty masks if conditions are told that there is something."""
     seen: set[Guard] = set()
-    for emptied in _choices(masks) if guards.answers else ():
-        natural = _tried(step, Guards(guards.codes), emptied, _outcome)
+    for change in _choices(masks, groups=True) if guards.answers else ():
+        natural = _tried(step, Guards(guards.codes), change, _outcome)
         if natural is None or not _are_finite(natural.outcome):
             continue
-        told = _tried(step, guards, emptied, _outcome)
-        if told is None or not natural.is_close(told):
+        told = _tried(step, guards, change, _outcome)
+        if told is None:
+            return False
+        if not _are_same_masks(change, natural.times, told.times):
+            continue
+        if not natural.is_close(told):
             return False
         seen |= {guard for guard, found in natural.conditions.items() if any(one.is_zero for one in found)}
     return bool(guards.answers) and seen >= guards.answers.keys()
@@ -164,10 +203,13 @@ def _agree(step: TorchStep, guards: Guards, masks: Sequence[Made]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """What a step computes, which masks it selects by, and how its conditions go."""
+    """What a step computes, which masks it selects by, how many whole numbers it made where, whether it groups by an
+    index, and how its conditions go."""
 
     outcome: Mapping[str, Tensor]
     masks: Sequence[Made]
+    times: Mapping[Line, int]
+    groups: bool
     conditions: Mapping[Guard, Sequence[_Condition]]
 
     def is_close(self, other: _Trial) -> bool:
@@ -175,26 +217,33 @@ class _Trial:
 
 
 def _tried(
-    step: TorchStep, guards: Guards, emptied: Collection[Made], run: Callable[[TorchStep], Mapping[str, Tensor]]
+    step: TorchStep, guards: Guards, change: _Change, run: Callable[[TorchStep], Mapping[str, Tensor]]
 ) -> _Trial | None:
-    """Run a step with some masks empty; None: it fails."""
+    """Run a step with a change; None: it fails."""
     try:
-        with guards.installed(step) as found, _Masks(emptied) as masks:
+        with guards.installed(step) as found, _Masks(change) as masks:
             outcome = run(step)
     except Exception:
         # A user's module may raise anything where nothing is selected.
         return None
-    return _Trial(outcome, list(masks.selected), dict(found))
+    return _Trial(outcome, list(masks.selected), masks.times, masks.groups, dict(found))
 
 
-def _choices(masks: Sequence[Made]) -> Iterator[Sequence[Made]]:
-    """Yield which masks are emptied: all, one alone, as the guarded code may use others, and some at random."""
-    yield masks
-    for mask in masks[:: -(-len(masks) // _ALONE)]:
-        yield [mask]
-    for seed in range(_AT_RANDOM):
+def _choices(masks: Sequence[Made], *, groups: bool) -> Iterator[_Change]:
+    """Yield which masks are emptied: all, one alone, as the guarded code may use others, and some at random.
+
+    Besides, if wanted, what is grouped by an index goes into one group, all and some at random.
+    """
+    if masks:
+        yield _Change(masks)
+        yield _Change(lines={line for line, _ in masks})
+    for mask in masks[:: max(1, -(-len(masks) // _ALONE))]:
+        yield _Change([mask])
+    for seed in range(_AT_RANDOM if masks else 0):
         chosen = torch.rand(len(masks), generator=torch.Generator().manual_seed(seed)) < 0.5
-        yield [mask for mask, one in zip(masks, chosen, strict=True) if one]
+        yield _Change([mask for mask, one in zip(masks, chosen, strict=True) if one])
+    if groups:
+        yield from (_Change(grouped=share) for share in (1.0, 0.5))
 
 
 def idle_answers(step: TorchStep, places: Iterable[Place]) -> dict[Place, bool]:
@@ -224,7 +273,7 @@ def idle_answers(step: TorchStep, places: Iterable[Place]) -> dict[Place, bool]:
         answers = {answer for _, answer in known}
         if len(known) == len(asked) and len(answers) == 1:
             (answer,) = answers
-            if _are_idle(step, place, list(dict.fromkeys(mask for mask, _ in known)), answer):
+            if _are_idle(step, place, list(dict.fromkeys(mask for mask, _ in known if mask is not None)), answer):
                 found[place] = answer
     return found
 
@@ -237,22 +286,78 @@ def answering(answers: Mapping[Place, bool]) -> TorchFunctionMode:
 def _are_idle(step: TorchStep, place: Place, masks: Sequence[Made], answer: bool) -> bool:
     """Whether a step computes the same with empty masks if code is told that they are not."""
     compared = False
-    for emptied in _choices(masks):
-        outcomes = []
-        for answers in ({}, {place: answer}):
+    for change in _choices(masks, groups=True):
+        outcomes, natural, told = [], _Masks(change), _Masks(change, {place: answer})
+        for run in (natural, told):
             try:
-                with _Masks(emptied, answers):
+                with run:
                     outcomes.append(_outcome(step))
             except Exception:
                 # A user's module may raise anything where nothing is selected.
                 return False
-        natural, told = outcomes
-        if not _are_finite(natural):
+        own, other = outcomes
+        if not _are_finite(own) or not _are_same_masks(change, natural.times, told.times):
             continue
-        if not all(are_close(tensor, told[name]) for name, tensor in natural.items()):
+        if not all(are_close(tensor, other[name]) for name, tensor in own.items()):
             return False
-        compared = True
+        compared |= natural.answered[place] == {answer, not answer} or bool(change.masks or change.lines)
     return compared
+
+
+def are_selected_alike(step: TorchStep, selections: Selections, places: Collection[Place], asking: Guards) -> bool:
+    """Whether a step that computes both sides of conditions gives what the condition's own side gives.
+
+    Each condition must have gone both ways: with masks that are empty, that select all, or turned the other way round.
+
+    Args:
+        step: the step.
+        selections: the functions that compute both sides.
+        places: where the conditions on tensors are.
+        asking: those on numbers, as `others`.
+    """
+    observed = _Masks()
+    try:
+        with observed:
+            _forward_alone(step)
+    except Exception:
+        # A user's module may raise anything.
+        return False
+    meant = [one[0] for place in places for one in observed.asked.get(place, []) if one is not None]
+    masks = [made for made in dict.fromkeys([*meant, *observed.selected]) if made is not None]
+    changes = [_Change(), _Change(masks, full=True), *_choices(masks, groups=observed.groups)]
+    # Functions that ask for numbers have other code.
+    lines = {line_of(place) for place in places}
+    trials: list[tuple[_Change, Sequence[Line]]] = [(change, ()) for change in changes]
+    trials += [(_Change(), (line,)) for line in lines]
+    seen: set[tuple[Line | Guard, bool]] = set()
+    for change, turned in trials:
+        natural = _Masks(change, turned=turned)
+        try:
+            with Guards(asking.codes).installed(step) as found, natural:
+                outcome = _outcome(step)
+        except Exception:
+            # A user's module may raise anything where nothing is selected.
+            continue
+        if not _are_finite(outcome):
+            continue
+        try:
+            with selections.installed(step, turned=turned), _Masks(change) as selected:
+                both = _outcome(step)
+        except Exception:
+            # The side that is not taken may fail.
+            return False
+        if not _are_same_masks(change, natural.times, selected.times):
+            continue
+        if not all(are_close(tensor, both[name]) for name, tensor in outcome.items()):
+            return False
+        seen |= {(line_of(place), answer) for place, answers in natural.answered.items() for answer in answers}
+        seen |= {(guard, one.is_zero) for guard, several in found.items() for one in several}
+    return all((one, answer) in seen for one in (*lines, *asking.others) for answer in (False, True))
+
+
+def _are_same_masks(change: _Change, times: Mapping[Line, int], others: Mapping[Line, int]) -> bool:
+    """Whether two runs have emptied the same masks: not if one has left out code that makes some of them."""
+    return all(times.get(line) == others.get(line) for line, _ in change.masks)
 
 
 def _are_finite(outcome: Mapping[str, Tensor]) -> bool:
@@ -281,49 +386,96 @@ def selected_by(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     return [one for one in indices if is_mask(one)]
 
 
+def _are_counts(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and tensor.numel() > 0 and bool((tensor >= 0).all())
+
+
+_UNCHANGED = _Change()
+
+
 class _Masks(TorchFunctionMode):
     """Note which conditions are whether a mask is empty; empty some masks, and answer some conditions.
 
     Attributes:
-        asked: place -> the mask of each condition, and how it goes if the mask is not empty; None: it is another one.
+        asked: place -> the mask of each condition, if it is about one and not about another count, and how it goes if
+            that is not empty; None: it is another one.
         selected: the masks by which something is selected.
+        groups: whether something is chosen by an index, or counted by one.
+        answered: place -> how its conditions went.
+        times: where tensors of whole numbers were made -> how many.
+
+    Args:
+        change: what is other than in the module's own run.
+        answers: how conditions at some places go.
+        turned: lines in which they go the other way round.
     """
 
-    def __init__(self, emptied: Collection[Made] = (), answers: Mapping[Place, bool] | None = None) -> None:
+    def __init__(
+        self,
+        change: _Change = _UNCHANGED,
+        answers: Mapping[Place, bool] | None = None,
+        turned: Collection[Line] = (),
+    ) -> None:
         super().__init__()
-        self.asked: dict[Place, list[tuple[Made, bool] | None]] = {}
+        self.answered: dict[Place, set[bool]] = defaultdict(set)
+        self.groups = False
+        self._change, self._turned = change, frozenset(turned)
+        self.asked: dict[Place, list[tuple[Made | None, bool] | None]] = {}
         self.selected: dict[Made, None] = {}
-        self._emptied, self._answers = frozenset(emptied), answers or {}
-        self._times: Counter[Place] = Counter()
+        self._emptied, self._answers = frozenset(change.masks), answers or {}
+        self.times: Counter[Line] = Counter()
         # Each with the tensor itself, so that no other gets its id.
         self._made: dict[int, tuple[Made, Tensor]] = {}
-        self._counts: dict[int, tuple[Made, Tensor]] = {}
-        self._conditions: dict[int, tuple[Made, bool, Tensor]] = {}
+        self._counts: dict[int, tuple[Made | None, Tensor]] = {}
+        self._conditions: dict[int, tuple[Made | None, bool, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = (self._made[id(one)][0] for one in selected_by(func, args) if id(one) in self._made)
         self.selected |= dict.fromkeys(known)
+        name = getattr(func, "__name__", "").strip("_")
+        if name == "bincount" and not self.groups:
+            self._group(args[0], 1)
         result = func(*args, **(kwargs or {}))
+        if name in _CHOOSE:
+            index = result[-1] if isinstance(result, tuple) else result
+            self._group(index, index.shape[-1] if name == "topk" and index.dim() > 1 else 1)
         if func in ASKS and (func is not torch.Tensor.item or isinstance(result, bool)):
             place = caller()
             self.asked.setdefault(place, []).append(self._meaning(args[0]))
-            return self._answers.get(place, result)
+            answer = self._answers.get(place, result != (bool(self._turned) and line_of(place) in self._turned))
+            self.answered[place].add(answer)
+            return answer
         if isinstance(result, Tensor) and not result.is_floating_point() and not result.is_complex():
-            self._note_made(result)
-            self._note_meaning(getattr(func, "__name__", "").strip("_"), args, kwargs, result)
+            frame = calling_frame()
+            self._note_made(result, (frame.f_code.co_filename, frame.f_lineno))
+            self._note_meaning(name, args, kwargs, result)
         return result
 
-    def _note_made(self, result: Tensor) -> None:
-        place = caller()
-        self._times[place] += 1
-        made = place, self._times[place]
-        if made in self._emptied:
-            result.zero_()
+    def _group(self, index: Any, several: int) -> None:
+        """Let all choose what the first one does, if a run is about that; each chooses several."""
+        if not isinstance(index, Tensor) or index.dtype != torch.int64 or not index.numel():
+            return
+        self.groups = True
+        if self._change.grouped:
+            # Backward passes have saved it.
+            rows = index.data.view(-1, several)
+            draws = torch.rand(len(rows), generator=torch.Generator().manual_seed(len(rows)))
+            rows[draws < self._change.grouped] = rows[0].clone()
+
+    def _note_made(self, result: Tensor, line: Line) -> None:
+        self.times[line] += 1
+        made = line, self.times[line]
+        if (made in self._emptied or line in self._change.lines) and (
+            result.dtype == torch.bool or not self._change.full
+        ):
+            result.fill_(self._change.full)
         self._made[id(result)] = made, result
 
     def _note_meaning(self, name: str, args: tuple[Any, ...], kwargs: Any, result: Tensor) -> None:
         first: Any = args[0] if args else None
         made, _ = self._made.get(id(first), (None, None))
+        if (name in _COUNT and _are_counts(result)) or (name in _TAKE and id(first) in self._counts):
+            self._counts[id(result)] = None, result
         if name in ("any", "sum", "count_nonzero") and len(args) == 1 and not kwargs and made is not None:
             if name == "any":
                 self._conditions[id(result)] = made, True, result
@@ -336,8 +488,8 @@ class _Masks(TorchFunctionMode):
             if of_none != of_one == of_many:
                 self._conditions[id(result)] = self._counts[id(first)][0], of_one, result
 
-    def _meaning(self, tensor: Any) -> tuple[Made, bool] | None:
-        """Return the mask that a condition is about, and whether it holds if the mask is not empty."""
+    def _meaning(self, tensor: Any) -> tuple[Made | None, bool] | None:
+        """Return the mask that a condition is about, if it is about one, and whether it holds if that is not empty."""
         if id(tensor) in self._counts:
             return self._counts[id(tensor)][0], True
         return self._conditions[id(tensor)][:2] if id(tensor) in self._conditions else None

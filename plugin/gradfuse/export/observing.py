@@ -63,6 +63,13 @@ def offset(frame: FrameType) -> int:
     return frame.f_lasti + _TWO_INSTRUCTIONS * (frame.f_code.co_code[frame.f_lasti] == first)
 
 
+def line_of(place: Place) -> tuple[str, int]:
+    """Return the file and the line of a place."""
+    code, offset = place
+    lines = [line for start, end, line in code.co_lines() if start <= offset < end]
+    return code.co_filename, lines[0] if lines and lines[0] is not None else code.co_firstlineno
+
+
 def forward(step: TorchStep) -> tuple[Tensor, dict[str, Tensor]]:
     """Run the forward pass on copies of all tensors; return the loss and the buffers afterwards."""
 

@@ -49,8 +49,13 @@ class CannotRewriteError(Exception):
     """Code has no source, or a statement that cannot be rewritten."""
 
 
-def rewritten(code: CodeType, asked: frozenset[int]) -> CodeType:
+def rewritten(code: CodeType, asked: frozenset[int], numbers: frozenset[tuple[int, int]] = frozenset()) -> CodeType:
     """Return the code of a function in which the statements that decide in the given lines compute both sides.
+
+    Args:
+        code: the code of the function.
+        asked: the lines.
+        numbers: line and column of conditions on numbers in them, which become tensors.
 
     Raises:
         CannotRewriteError: that is not possible.
@@ -58,6 +63,8 @@ def rewritten(code: CodeType, asked: frozenset[int]) -> CodeType:
 
     def rewrite(tree: ast.Module) -> None:
         function = _function(tree, code)
+        of_numbers = _Guards(HELPER, numbers)
+        function.body = [of_numbers.visit(statement) for statement in function.body]
         function.body = _Rewriter(asked).of_function(function.body)
 
     return _compiled_anew(code, rewrite)
@@ -95,7 +102,7 @@ def with_guards(code: CodeType) -> CodeType:
     """
 
     def rewrite(tree: ast.Module) -> None:
-        guards = _Guards()
+        guards = _Guards(GUARDS)
         function = _function(tree, code)
         function.body = [guards.visit(statement) for statement in function.body]
         if not guards.changed:
@@ -379,12 +386,22 @@ class _Guards(ast.NodeTransformer):
 
     Attributes:
         changed: whether there were any.
+
+    Args:
+        owner: the global variable that is called.
+        places: their lines and columns; None: everywhere.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str, places: Collection[tuple[int, int]] | None = None) -> None:
         self.changed = False
+        self._owner, self._places = owner, places
 
     def visit_If(self, node: ast.If) -> ast.AST:
+        self.generic_visit(node)
+        node.test = self._of(node.test)
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         self.generic_visit(node)
         node.test = self._of(node.test)
         return node
@@ -392,6 +409,8 @@ class _Guards(ast.NodeTransformer):
     def _of(self, test: ast.expr) -> ast.expr:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test.operand = self._of(test.operand)
+            return test
+        if self._places is not None and (test.lineno, test.col_offset) not in self._places:
             return test
         value, name, number = test, "truth", 0
         if isinstance(test, ast.Compare):
@@ -406,7 +425,7 @@ class _Guards(ast.NodeTransformer):
             return test
         self.changed = True
         constants = [ast.Constant(one) for one in (test.lineno, test.col_offset, name, number)]
-        return _located(_call_of(GUARDS, "asks", value, *constants), test)
+        return _located(_call_of(self._owner, "asks", value, *constants), test)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return node

@@ -16,9 +16,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import inspect
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -40,6 +41,9 @@ _VECTORS = frozenset("flatten squeeze view reshape".split())
 _SELECTING = frozenset("nonzero argwhere where masked_select __getitem__ unique repeat_interleave".split())
 
 _DROPOUTS = frozenset(("dropout", "dropout_"))
+
+Line = tuple[str, int]
+"""A file, and a line of it."""
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -99,12 +103,16 @@ class Selections:
     Attributes:
         codes: the code of each -> the code that replaces it.
         lines: the code of each -> the lines in which it decides.
+        numbers: the code of some -> line and column of conditions in them on numbers, which become tensors.
         written: for each decision, in order, what its sides write; None: it is to be found out.
+        gated: whether gradients of a side that is not taken end where it begins, as they may be NaN there.
     """
 
     codes: Mapping[CodeType, CodeType] = dataclasses.field(default_factory=dict)
     lines: Mapping[CodeType, frozenset[int]] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[CodeType, frozenset[tuple[int, int]]] = dataclasses.field(default_factory=dict)
     written: tuple[Written, ...] | None = None
+    gated: bool = False
 
     def including(self, step: TorchStep, places: Sequence[tuple[CodeType, int]]) -> Selections:
         """Return the same with decisions of a step in these lines of functions, which may be rewritten ones.
@@ -121,30 +129,37 @@ class Selections:
                 raise rewriting.CannotRewriteError
             lines[old] = lines.get(old, frozenset()) | {line}
         codes = {
-            old: self.codes[old] if self.lines.get(old) == asked else rewriting.rewritten(old, asked)
+            old: self.codes[old]
+            if self.lines.get(old) == asked
+            else rewriting.rewritten(old, asked, self.numbers.get(old, frozenset()))
             for old, asked in lines.items()
         }
-        return Selections(codes, lines)
+        return dataclasses.replace(self, codes=codes, lines=lines)
 
     def surveyed(self, written: Sequence[Written]) -> Selections:
         """Return the same with what the sides of each decision write."""
         return dataclasses.replace(self, written=tuple(written))
 
     @contextlib.contextmanager
-    def installed(self, step: TorchStep, trial: Trial | None = None) -> Iterator[Decisions]:
-        """Let the functions compute both sides."""
+    def installed(
+        self, step: TorchStep, trial: Trial | None = None, turned: Collection[Line] = ()
+    ) -> Iterator[Decisions]:
+        """Let the functions compute both sides; decisions in some lines are turned the other way round."""
         functions = functions_of(self.codes, step)
         changed = [(function, code) for code in self.codes for function in functions[id(code)]]
         namespaces = [function.__globals__ for function, _ in changed]
         found = Found()
-        decisions = Decisions(step, self.written, found, trial)
+        decisions = Decisions(step, self.written, found, trial, gated=self.gated, turned=turned)
         try:
             for namespace in namespaces:
                 namespace[rewriting.HELPER] = decisions
             for function, code in changed:
                 function.__code__ = self.codes[code]
             with found:
-                yield decisions
+                try:
+                    yield decisions
+                finally:
+                    decisions.close_sides()
         finally:
             for function, code in changed:
                 function.__code__ = code
@@ -292,12 +307,23 @@ class Decisions:
         surveys: whether that is to be found out.
         open: how many loops over what was found are within one of their iterations.
         left_out: how many rounds a trial has left out.
+        gates: whether gradients of a side that is not taken end where it begins.
     """
 
     def __init__(
-        self, step: TorchStep, written: Sequence[Written] | None, found: Found, trial: Trial | None = None
+        self,
+        step: TorchStep,
+        written: Sequence[Written] | None,
+        found: Found,
+        trial: Trial | None = None,
+        *,
+        gated: bool = False,
+        turned: Collection[Line] = (),
     ) -> None:
         self.step = step
+        self.turned = frozenset(turned)
+        self.gates = gated and written is not None
+        self._sides: list[contextlib.ExitStack] = []
         self.left_out = 0
         self._trial = trial
         # The rounds that are open, each as the number of its loop in the round around it, and its own; and how many
@@ -337,6 +363,21 @@ class Decisions:
     def begin(self, test: Any, names: Sequence[str], before: Mapping[str, Any]) -> _Decision:
         return _Decision(self, test, names, before)
 
+    def open_side(self, taken: Tensor, written: Iterable[Tensor]) -> None:
+        """Let gradients of what is used from here on, but is not written into, end where a condition does not hold."""
+        if self.gates:
+            self._sides.append(contextlib.ExitStack())
+            self._sides[-1].enter_context(_Side(taken, written))
+
+    def close_side(self) -> None:
+        if self.gates:
+            self._sides.pop().close()
+
+    def close_sides(self) -> None:
+        """Close those that an error has left open."""
+        while self._sides:
+            self._sides.pop().close()
+
     def candidates(self, found: Any) -> Iterator[tuple[Any, Any]]:
         """Yield what a loop is over, and ahead of each whether it is."""
         vector = self.found.vector(found)
@@ -366,6 +407,11 @@ class Decisions:
         within = getattr(operator, f"__i{name}__" if isinstance(value, Tensor) else f"__{name}__")
         return within(value, other)
 
+    def asks(self, value: Any, line: int, column: int, name: str, number: int) -> Tensor:
+        """Return a condition on a number as a tensor."""
+        tensor = value if isinstance(value, Tensor) else torch.scalar_tensor(value, dtype=torch.int64)
+        return tensor != 0 if name == "truth" else getattr(operator, name)(tensor, number)
+
     def negated(self, value: Any) -> Any:
         return value.logical_not() if isinstance(value, Tensor) else not value
 
@@ -383,6 +429,52 @@ class Decisions:
             if decision.leave({"value": value}):
                 value = decision["value"]
         return value
+
+
+class _Side(TorchFunctionMode):
+    """Stops gradients where a side of a decision begins, unless it is taken.
+
+    The gradient that goes into a side that is not taken is 0, but 0 / 0 comes out of the mean of nothing.
+    """
+
+    def __init__(self, taken: Tensor, written: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._taken = taken
+        # With the tensors themselves, so that no others get their ids. What is written into stays what it is.
+        self._inside = {id(tensor): tensor for tensor in written}
+        self._gates: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name.startswith("__get__") or name == "__set__":
+            return func(*args, **kwargs)
+        if _writes(name) and args and isinstance(args[0], Tensor):
+            self._inside[id(args[0])] = args[0]
+        args, kwargs = private.map_tensors(self._gate, (args, kwargs))
+        result = func(*args, **kwargs)
+        private.map_tensors(self._noted, result)
+        return result
+
+    def _noted(self, tensor: Tensor) -> Tensor:
+        self._inside[id(tensor)] = tensor
+        return tensor
+
+    def _gate(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or not tensor.requires_grad or id(tensor) in self._inside:
+            return tensor
+        if id(tensor) not in self._gates:
+            self._gates[id(tensor)] = tensor, torch.where(self._taken, tensor, tensor.detach())
+        return self._gates[id(tensor)][1]
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of torch writes into its first argument."""
+    return name in ("__setitem__", *_AUGMENTS) or (name.endswith("_") and not name.endswith("__"))
+
+
+_AUGMENTS = frozenset(name for name in dir(Tensor) if name.startswith("__i") and f"__{name[3:]}" in dir(Tensor))
+"""The methods of `+=` and the like."""
 
 
 class _Decision:
@@ -413,6 +505,8 @@ class _Decision:
         if self._test.numel() != 1:
             raise CannotSelectError("a condition")
         self._condition = self._test.detach().reshape([]).bool()
+        if self._all.turned and _calling_line() in self._all.turned:
+            self._condition = self._condition.logical_not()
         self._number = self._all.begun()
         self._buffers = {name: self._step.places[name][0].tensor() for name in self._all.buffers(self._number)}
         held = {name: self._before.get(name) for name in self._all.variables(self._number, self._before)}
@@ -429,6 +523,12 @@ class _Decision:
             self._taken = self._condition if side else self._condition.logical_not()
             if self._draws:
                 dropout.begin_side(self._taken)
+            if self._all.gates:
+                for name, tensor in self._variables.items():
+                    if tensor.is_floating_point() and tensor.requires_grad:
+                        before = self._contents[name]
+                        tensor.copy_(torch.where(self._taken, before, before.detach()))
+            self._all.open_side(self._taken, self._variables.values())
             yield side
 
     def failed(self) -> None:
@@ -447,6 +547,7 @@ class _Decision:
         """End a side with these variables; return whether they are to be bound anew."""
         if not isinstance(self._test, Tensor):
             return False
+        self._all.close_side()
         if self._draws:
             dropout.end_side(self._taken)
         changed = self._changed()
@@ -531,6 +632,14 @@ class _Decision:
             # onnxruntime has no Where for them.
             return (self._condition & first) | (~self._condition & second)
         return torch.where(self._condition, first, second)
+
+
+def _calling_line() -> Line:
+    """Return where the code is that this module was called by."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _as_tensor(value: Any, like: Tensor | None) -> Tensor | None:

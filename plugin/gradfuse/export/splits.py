@@ -1,7 +1,8 @@
-"""`tensor_split` whose traced program holds for dynamic sizes.
+"""Splits whose traced programs hold for dynamic sizes.
 
-PyTorch gives the first parts one more where a size is no multiple of their count, and traces whether it is one. Here
-the ends of the parts are formulas of the size. This module imports torch.
+In `tensor_split`, PyTorch gives the first parts one more where a size is no multiple of their count, and traces whether
+it is one. Here the ends of the parts are formulas of the size. Parts whose sizes are taken out of a tensor are together
+as long as the whole. This module imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gradfuse import _torch_private as private
+
 _SPLITS = (torch.tensor_split, Tensor.tensor_split)
+_BY_SIZES = (torch.split, Tensor.split, Tensor.split_with_sizes)
 
 
 @contextlib.contextmanager
@@ -30,7 +34,27 @@ class _Sized(TorchFunctionMode):
             parts = _parts(*args, **(kwargs or {}))
             if parts is not None:
                 return parts
+        if func in _BY_SIZES and (parts := _by_sizes(*args, **(kwargs or {}))) is not None:
+            return parts
         return func(*args, **(kwargs or {}))
+
+
+def _by_sizes(input: Tensor, sizes: Any = None, dim: int = 0, **named: Any) -> tuple[Tensor, ...] | None:
+    """Return parts whose sizes are numbers of tensors; None: they are not.
+
+    The last size is what the others leave, so that the parts together are known to be as long as the whole.
+    """
+    sizes = named.get("split_size", named.get("split_size_or_sections", sizes))
+    if not isinstance(sizes, (list, tuple)) or not any(map(private.follows_from_values, sizes)):
+        return None
+    begins = [0]
+    for one in sizes:
+        private.assume(one >= 0)
+        begins.append(begins[-1] + one)
+    private.assume(begins[-1] == input.shape[dim])
+    lengths = [*sizes[:-1], input.shape[dim] - begins[-2]]
+    private.assume(lengths[-1] >= 0)
+    return tuple(input.narrow(dim, begin, length) for begin, length in zip(begins, lengths, strict=False))
 
 
 def _parts(

@@ -63,6 +63,23 @@ def grid_sampler(input: Tensor, grid: Tensor, mode: int, padding: int, align_cor
     return corners[0] + corners[1] + corners[2] + corners[3]
 
 
+def counts_of_groups(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Tensor] | None:
+    """Return what makes the counts of a call of `bincount` if they are `minlength` numbers; None: that is not known.
+
+    The list of such counts has as many in each batch. An index that needs more is out of range of the scatter.
+    """
+    if getattr(function, "__name__", "") != "bincount":
+        return None
+    input, weights, count = _bincount(*args, **kwargs)
+    if weights is not None or not count:
+        return None
+    return lambda: torch.zeros(count, dtype=torch.int64).scatter_add(0, input.long(), torch.ones_like(input).long())
+
+
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> tuple[Tensor, Tensor | None, int]:
+    return input, weights, minlength
+
+
 def affine_grid(theta: Tensor, size: Sequence[int], align_corners: Any = None) -> Tensor:
     """Return where pixels come from, by places that are PyTorch's own to the last digit where sizes are known."""
     if len(size) != _AXES_OF_PICTURES:

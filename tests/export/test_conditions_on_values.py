@@ -1,0 +1,159 @@
+"""Conditions on values that choose what is computed: a step computes both sides, and takes the right one each time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradfuse import ExportError, TrainingSession, export_training_step
+
+WIDTH = 6
+DYNAMIC = ({0: "batch"},), ({0: "batch"},)
+Batch = tuple[tuple[Tensor], tuple[Tensor]]
+
+
+def batch(rows: int, labels: Sequence[int]) -> Batch:
+    generator = torch.Generator().manual_seed(rows)
+    return (torch.randn(rows, WIDTH, generator=generator),), (torch.tensor(labels),)
+
+
+def train_alike(module: nn.Module, loss: Callable[..., Tensor], batches: Sequence[Batch]) -> None:
+    """Export with the first batch, and train on all others as PyTorch does, in float64."""
+    native = copy.deepcopy(module).double()
+    step = export_training_step(
+        module,
+        loss,
+        batches[0],
+        torch.optim.SGD(module.parameters(), lr=0.3),
+        dynamic_shapes=DYNAMIC,
+        evaluation=False,
+        verify="quick",
+    )
+    session = TrainingSession(step)
+    optimizer = torch.optim.SGD(native.parameters(), lr=0.3)
+    for (x,), (y,) in batches[1:]:
+        value = loss(native(x.double()), y)
+        optimizer.zero_grad()
+        value.backward()  # type: ignore[no-untyped-call]
+        for parameter in native.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        assert abs(session.step(x.numpy(), y.numpy()) - value.item()) <= 1e-5
+    for name, tensor in native.state_dict().items():
+        np.testing.assert_allclose(session.state_dict()[name], tensor, rtol=0, atol=1e-5)
+
+
+def of_detection(scores: Tensor, y: Tensor) -> Tensor:
+    """A sum of losses, each of which asks in another way whether it has any rows; the means of none are NaN."""
+    found, ones, rows = y > 0, y == 1, torch.where(y == 2)[0]
+    count, twos = ones.sum(), len(rows)
+    if not found.any():
+        first = scores.sum() * 0
+    else:
+        first = F.cross_entropy(scores[found], y[found])
+    second = (scores[:, 1].square() * ones).sum() / count if count > 0 else scores.new_zeros(())
+    if twos > 0:
+        first = first + scores[rows].abs().mean()
+    return of_missing(scores, y) + first + second
+
+
+def of_missing(scores: Tensor, y: Tensor) -> Tensor:
+    missing = scores[y == 0]
+    if missing.shape[0] == 0:
+        return torch.tensor(0.0, dtype=scores.dtype, requires_grad=True)
+    return missing.square().mean()
+
+
+def test_losses_of_what_a_batch_lacks_are_what_the_code_says() -> None:
+    torch.manual_seed(0)
+    batches = [batch(6, [0, 1, 2, 3, 1, 0]), batch(3, [0, 0, 0]), batch(4, [2, 2, 3, 2]), batch(5, [1, 0, 1, 1, 3])]
+    train_alike(nn.Linear(WIDTH, 4), of_detection, batches)
+
+
+def by_class(scores: Tensor, y: Tensor) -> Tensor:
+    """Only where a class occurs it has a loss, whose parameters would get NaN otherwise."""
+    total = scores.sum() * 0
+    for label in range(3):
+        mask = y == label
+        if mask.sum() == 0:
+            continue
+        total = total + F.cross_entropy(scores[mask], y[mask])
+    if total > 1.5:
+        total = total * 0.5
+    return total + in_place(scores, y == 1)
+
+
+def in_place(scores: Tensor, mask: Tensor) -> Tensor:
+    """Divides by 0 in a tensor that it writes into, unless the batch has some."""
+    changed = scores * 1.0
+    if mask.any():
+        changed[:, 1] = changed[:, 1] / mask.sum()
+    return changed.square().mean()
+
+
+def test_classes_that_a_batch_lacks_are_left_out() -> None:
+    torch.manual_seed(0)
+    batches = [batch(6, [0, 1, 2, 2, 1, 0]), batch(2, [2, 2]), batch(7, [0, 1, 0, 1, 0, 1, 1]), batch(1, [1])]
+    train_alike(nn.Linear(WIDTH, 3), by_class, batches)
+
+
+class Experts(nn.Module):
+    """As in DeepSeek: experts ask a list of counts whether they get rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return self.in_parts(x, *self.router(x).softmax(-1).max(-1)) + self.by_counts(x, weights, chosen)
+
+    def by_counts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        counts = torch.bincount(chosen.flatten(), minlength=4)
+        for expert, count in enumerate(counts.tolist()):
+            if count == 0:
+                continue
+            rows, place = torch.where(chosen == expert)
+            total[rows] += self.experts[expert](x[rows]) * weights[rows, place, None]
+        return total
+
+    def in_parts(self, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        order = chosen.argsort(stable=True)
+        parts = torch.split(x[order], torch.bincount(chosen, minlength=4).tolist())
+        results = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        return torch.empty_like(results).index_copy(0, order, results) * weight[:, None]
+
+
+def test_experts_that_ask_counts_train_as_soon_as_they_get_rows() -> None:
+    torch.manual_seed(0)
+    batches = [batch(rows, [row % 3 for row in range(rows)]) for rows in (2, 1, 40, 3)]
+    train_alike(Experts(), F.cross_entropy, batches)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        parts = []
+        for column in range(3):
+            if (y[:, column] > 0).any():
+                parts.append(y * 2)
+        return torch.stack([y, *parts]).sum(0)
+
+
+def test_lists_that_grow_by_values_are_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ExportError, match=r"value of a tensor.*forward \(test_conditions_on_values.py:\d+\)"):
+        export_training_step(Counting(), F.cross_entropy, batch(4, [0, 1, 2, 0]), dynamic_shapes=DYNAMIC)
