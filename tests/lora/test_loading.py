@@ -57,6 +57,15 @@ def _session(alpha: float, rank: int = RANK) -> TrainingSession:
     return TrainingSession(step)
 
 
+def test_pickled_adapters_are_not_read(tmp_path: Path) -> None:
+    path = _folder(tmp_path / "peft")
+    (tmp_path / "peft" / "adapter_model.safetensors").rename(tmp_path / "peft" / "adapter_model.bin")
+    with pytest.raises(
+        ModelError, match=r"has its adapters in adapter_model\.bin.*expected adapter_model\.safetensors"
+    ):
+        gradfuse.load_adapter(_session(8), path)
+
+
 def _expected(path: str, x: Any, scale: float, dtype: Any) -> Any:
     """What PEFT computes: x W + scale * x A^T B^T."""
     stored = safetensors.numpy.load_file(f"{path}/adapter_model.safetensors")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from gradfuse.models.reading import ModelLike
 
 _LOAD, _CONVERT = "load_adapter", "convert_adapter"
+_PICKLED = "adapter_model.bin"
 _INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 """PEFT's `init_lora_weights` that leave the weights beside the adapters as they are."""
 _OFF = {
@@ -179,6 +180,11 @@ def _read(path: str, within: str | None, who: str) -> dict[str, _Adapter]:
             raise ArgumentError(f"{who}: within is {within!r}; expected None, as a file has the names of the model")
         return _paired(path, _ort_tensors(path), lambda module, rank: 1.0)
     config = _config(path)
+    if os.path.exists(os.path.join(path, _PICKLED)) and not os.path.exists(os.path.join(path, PEFT_TENSORS)):
+        raise ModelError(
+            f"{who}: {path} has its adapters in {_PICKLED}, which may run code; expected {PEFT_TENSORS}, as "
+            "PeftModel.save_pretrained(path) writes it"
+        )
     tensors, _ = tensor_files.read(os.path.join(path, PEFT_TENSORS), who, "the adapters of PEFT")
     prefix = "" if within is None else f"{within}."
     if config.get("lora_dropout") and who == _LOAD:
