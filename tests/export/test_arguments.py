@@ -14,7 +14,7 @@ from like_torch import assert_like_torch, called
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from gradfuse import ExportError, TrainingSession, TrainingStep, export_training_step
+from gradfuse import ArgumentError, ExportError, TrainingSession, TrainingStep, export_training_step
 from gradfuse.testing import assert_gradients_close
 
 
@@ -97,6 +97,18 @@ def test_steps_take_what_the_module_takes(name: str, tmp_path: Path) -> None:
         results, outputs(module, batch[0], torch.float32), outputs(module, batch[0], torch.float64), strict=True
     ):
         assert_gradients_close(result, native, exact, np.float32, terms=4.0)
+
+
+def test_a_flag_is_left_out_only_where_the_module_has_it_by_default() -> None:
+    torch.manual_seed(0)
+    scale, sessions = torch.tensor(2.0), {}
+    for whole in (True, False):
+        batch = {"x": X, "hidden": HIDDEN, "scale": scale, "extra": None, "whole": whole}, Y
+        sessions[whole] = TrainingSession(export_training_step(Net(), loss, batch, evaluation=False))
+    short = {"x": X, "hidden": HIDDEN, "scale": scale}
+    assert np.isfinite(sessions[False].step(short, Y))
+    with pytest.raises(ArgumentError, match="inputs lack 'whole'; expected True, as in the exported step"):
+        sessions[True].step(short, Y)
 
 
 @pytest.mark.parametrize(

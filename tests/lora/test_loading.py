@@ -60,9 +60,7 @@ def _session(alpha: float, rank: int = RANK) -> TrainingSession:
 def test_pickled_adapters_are_not_read(tmp_path: Path) -> None:
     path = _folder(tmp_path / "peft")
     (tmp_path / "peft" / "adapter_model.safetensors").rename(tmp_path / "peft" / "adapter_model.bin")
-    with pytest.raises(
-        ModelError, match=r"adapters in adapter_model\.bin.*expected adapter_model\.safetensors"
-    ):
+    with pytest.raises(ModelError, match=r"adapters in adapter_model\.bin.*expected adapter_model\.safetensors"):
         gradfuse.load_adapter(_session(8), path)
 
 

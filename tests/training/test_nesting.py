@@ -68,6 +68,23 @@ def test_what_is_refused(given: Any, message: str) -> None:
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("given", [(1,), {"x": 1}])
+def test_what_a_call_would_have_other_defaults_for_is_not_left_out(given: Any) -> None:
+    nesting = {"arguments": [["x", "x"], ["flag", {"value": True}]], "keywords": False, "needed": ["flag"]}
+    with pytest.raises(ArgumentError, match="inputs lack 'flag'; expected True, as in the exported step"):
+        leaves_of_call(nesting, given, "inputs")
+    for whole in ((1, True), {"x": 1, "flag": True}):
+        assert leaves_of_call(nesting, whole, "inputs") == {"x": 1}
+
+
+def test_constants_within_an_argument_are_not_left_out() -> None:
+    entries = [["image", "image"], ["flip", {"value": True}], ["mask", {"value": None}]]
+    nesting = {"arguments": [["x", {"entries": entries}]], "keywords": False}
+    assert leaves_of_call(nesting, ({"image": 1, "flip": True},), "inputs") == {"image": 1}
+    with pytest.raises(ArgumentError, match="inputs x lacks 'flip'; expected image, flip, mask"):
+        leaves_of_call(nesting, ({"image": 1},), "inputs")
+
+
 def test_arguments_by_name_are_given_by_name() -> None:
     nesting = {"arguments": [["x", "x"]], "keywords": True}
     assert leaves_of_call(nesting, {"x": 1}, "inputs") == {"x": 1}

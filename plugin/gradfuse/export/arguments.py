@@ -13,6 +13,7 @@ from torch import Tensor
 from gradfuse import _torch_private as private
 from gradfuse.errors import few
 from gradfuse.export.reporting import kind, refusal
+from gradfuse.training.nesting import names_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,16 +83,17 @@ class Arguments:
             names.append(name)
             # torch.export guards what a view shares with its base, and cannot check that.
             tensors.append(leaf.detach().clone())
+        own = (*((0, index) for index in range(len(positional))), *((1, key) for key in keywords))
+        nested = [_nested({keys[2:]: one for keys, one in nestings.items() if keys[:2] == place}) for place in own]
+        defaults = _defaults(function, skipped, len(positional), list(keywords))
         nesting = {
-            "arguments": [
-                [str(name), _nested({keys[2:]: one for keys, one in nestings.items() if keys[:2] == place})]
-                for place, name in zip(
-                    (*((0, index) for index in range(len(positional))), *((1, key) for key in keywords)),
-                    arguments,
-                    strict=True,
-                )
-            ],
+            "arguments": [[str(name), one] for name, one in zip(arguments, nested, strict=True)],
             "keywords": bool(keywords),
+            "needed": [
+                str(name)
+                for name, one, default in zip(arguments, nested, defaults, strict=True)
+                if not (any(names_in(one)) or _is_default(one, default))
+            ],
         }
         return cls(tuple(tensors), tuple(names), nesting, tuple(leaf for _, leaf in places), unflatten)
 
@@ -152,6 +154,29 @@ def argument_names(
         taken.add(name)
         names.append(name)
     return tuple(names)
+
+
+def _defaults(function: Callable[..., Any], skip: int, count: int, keywords: Sequence[str]) -> list[Any]:
+    """Return what `count` positional arguments after the first `skip`, and keywords, are if they are left out.
+
+    None for those that may not be left out: nothing else is computed then.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        parameters = {}
+    known = {
+        name: None if parameter.default is inspect.Parameter.empty else parameter.default
+        for name, parameter in parameters.items()
+    }
+    found = list(known.values())[skip : skip + count]
+    return [*found, *[None] * (count - len(found)), *map(known.get, keywords)]
+
+
+def _is_default(nesting: Any, default: Any) -> bool:
+    """Whether an argument without tensors is what it is if it is left out."""
+    value = nesting.get("value", nesting) if isinstance(nesting, dict) else nesting
+    return type(value) is type(default) and bool(value == default)
 
 
 def _nested(leaves: Mapping[tuple[Any, ...], Any]) -> Any:

@@ -3,12 +3,13 @@
 A nesting is data that JSON can hold: the name of a tensor; a list of nestings, for tuples and lists; `{"entries":
 [[key, nesting], ...]}` for dictionaries and attributes of objects; or `{"value":
 x}` for anything but a tensor. That of all inputs, or of all targets, is
-`{"arguments": [[name, nesting], ...], "keywords": bool}`: the arguments of a call.
+`{"arguments": [[name, nesting], ...], "keywords": bool}`: the arguments of a call; with `"needed": [name, ...]`, those
+without tensors that may not be left out, as the call would take other defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from gradfuse.errors import ArgumentError, few
@@ -59,18 +60,37 @@ def leaves_of_call(nesting: Any, given: Any, where: str) -> dict[str, Any]:
         if missing or unknown:
             fault = f"lack {missing[0]!r}" if missing else f"have {in_short(unknown[0])}"
             raise ArgumentError(f"{where} {fault}; expected {few(every) or 'none'}")
+        _require_needed(nesting, given, where)
         return found
     if nesting["keywords"]:
         raise ArgumentError(f"{where} are {type(given).__name__}; expected a dictionary of {few(arguments)}")
     values = list(given) if isinstance(given, (tuple, list)) else [] if given is None else [given]
-    # Trailing arguments that are not tensors may be left out, as in a call.
+    # Trailing arguments that are not tensors may be left out, as in a call whose defaults they are.
     needed = max((index for index, one in enumerate(arguments.values(), 1) if any(names_in(one))), default=0)
     if not needed <= len(values) <= len(arguments):
         wanted = f"{len(arguments)}: {few(arguments)}" if arguments else "none"
         raise ArgumentError(f"{where} are {len(values)}; expected {wanted}")
+    _require_needed(nesting, list(arguments)[: len(values)], where)
     for (name, one), value in zip(arguments.items(), values, strict=False):
         found |= leaves(one, value, f"{where} {name}")
     return found
+
+
+def _require_needed(nesting: Any, given: Container[str], where: str) -> None:
+    for name in nesting.get("needed", ()):
+        if name not in given:
+            one = dict(nesting["arguments"])[name]
+            wanted = f"{one['value']!r}, as in" if "value" in one else "what it was in"
+            raise ArgumentError(f"{where} lack {name!r}; expected {wanted} the exported step")
+
+
+def _is_none(nesting: Any) -> bool:
+    """Whether there is nothing but None in a nesting."""
+    if isinstance(nesting, str):
+        return False
+    if isinstance(nesting, dict) and "value" in nesting:
+        return nesting["value"] is None
+    return all(map(_is_none, nesting if isinstance(nesting, list) else (one for _, one in nesting["entries"])))
 
 
 def leaves(nesting: Any, given: Any, where: str) -> dict[str, Any]:
@@ -97,7 +117,7 @@ def leaves(nesting: Any, given: Any, where: str) -> dict[str, Any]:
             raise ArgumentError(f"{where} has {in_short(other[0])}; expected {few(map(str, keys))}")
         for key, one in nesting["entries"]:
             lacks = key not in given if isinstance(given, Mapping) else not hasattr(given, str(key))
-            if lacks and not any(names_in(one)):
+            if lacks and _is_none(one):
                 continue
             if lacks:
                 raise ArgumentError(f"{where} lacks {key!r}; expected {few(map(str, keys))}")
