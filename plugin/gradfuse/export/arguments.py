@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -161,10 +162,9 @@ def _defaults(function: Callable[..., Any], skip: int, count: int, keywords: Seq
 
     None for those that may not be left out: nothing else is computed then.
     """
-    try:
+    parameters: Mapping[str, inspect.Parameter] = {}
+    with contextlib.suppress(TypeError, ValueError):  # A function of C's.
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        parameters = {}
     known = {
         name: None if parameter.default is inspect.Parameter.empty else parameter.default
         for name, parameter in parameters.items()
