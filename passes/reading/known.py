@@ -42,7 +42,7 @@ class KnownForms:
         """Nodes that make what another node computes what its form says it is: no values that are chosen freely."""
         self.looked_at_output = self.looked_at_producer = False
         self._forms: MutableMapping[ir.Value, Form | None] = {}
-        self._names: dict[object, str] = {}
+        self._names: dict[tuple[object, tuple[Group, ...]], str] = {}
         # What most readers need is one dot nearer.
         self.constant = self.constants.array
         self.vector = self.vectors.of

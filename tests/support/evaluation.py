@@ -46,6 +46,9 @@ class Evaluation:
         self.tensors = tensors
         self.dims = dims
 
+    def with_tensor(self, name: object, tensor: Array) -> Evaluation:
+        return Evaluation(self.algebra, {**self.tensors, name: tensor}, self.dims)
+
     def form(self, form: Form) -> Array:
         """The tensor that a form stands for."""
         sizes = [int(self.poly(s, {}).item()) for s in form.sizes]

@@ -114,16 +114,16 @@ class Scaled(nn.Module):
         return self.head(x) * factor.item()  # type: ignore[no-any-return]
 
 
-def test_numbers_that_python_takes_out_of_them_are_those_of_now() -> None:
-    """Of a constant they are constants, and may decide what is computed."""
-    module, (batch,) = Scaled(decides=False), batches(1, 3)
+@pytest.mark.parametrize("decides", [False, True])
+def test_numbers_that_python_takes_out_of_them_are_those_of_now(decides: bool) -> None:
+    """They may decide what is computed, too."""
+    module, (batch,) = Scaled(decides=decides), batches(1, 3)
     step = export_training_step(module, F.cross_entropy, batch, frozen_inputs=True, verify="quick")
     session = TrainingSession(step)
-    session.load_state_dict({"factor": np.array(3.0, np.float32)}, strict=False)
-    module.get_buffer("factor").fill_(3.0)
-    assert session.step(*batch) == pytest.approx(F.cross_entropy(module(batch[0]), batch[1]).item(), rel=1e-6)
-    with pytest.raises(GradfuseError, match="the module decides by the value of a tensor what it computes"):
-        export_training_step(Scaled(decides=True), F.cross_entropy, batch, frozen_inputs=True, verify="quick")
+    for factor in (3.0, 0.5):
+        session.load_state_dict({"factor": np.array(factor, np.float32)}, strict=False)
+        module.get_buffer("factor").fill_(factor)
+        assert session.step(*batch) == pytest.approx(F.cross_entropy(module(batch[0]), batch[1]).item(), rel=1e-6)
 
 
 def forward_model() -> onnx.ModelProto:
