@@ -59,8 +59,6 @@ FIXED: dict[str, Function] = {
     "delta": lambda h: F.huber_loss(h, h.detach() * 0, reduction="none", delta=h.shape[2] / 12),
     "a correction": lambda h: h / h.std((2, 3), keepdim=True, correction=h.shape[2] // 3),
     "a share": lambda h: F.dropout(h, 1 / h.shape[2]),
-    "a root": lambda h: h * math.sqrt(h.shape[2]),
-    "a part": lambda h: h[:, :, : int(h.shape[2] * 0.3) + 1] ** 2,
     "an exponent": lambda h: h / h.norm(p=h.shape[2] / 3),
     "rounded": lambda h: h * round(h.shape[2] / 7, 1),
 }
@@ -94,6 +92,8 @@ FREE: dict[str, Function] = {
     "a bound beside a number": lambda h: (h * 3).round().add(h).clamp(-1, h.shape[2] - 7) ** 2,
     "a rounded share": lambda h: h[..., : math.ceil((1 - 0.7) * h.shape[3])] ** 2,
     "a root": lambda h: h * h.shape[2] ** 0.5,
+    "a root of math": lambda h: h * math.sqrt(h.shape[2]),
+    "a part": lambda h: h[:, :, : int(h.shape[2] * 0.3) + 1] ** 2,
     "the padding of an output": lambda h: (
         F.conv_transpose2d(
             F.avg_pool2d(h, 2, ceil_mode=True), KERNEL.to(h.dtype), None, 2, 1, (1 - h.shape[2] % 2, 1 - h.shape[3] % 2)

@@ -42,6 +42,8 @@ _FRAGILE = frozenset(
     """.split()
 )
 """Those of PyTorch's operators whose kernels, given an empty tensor, may end the process."""
+_OF_BAGS, _INCLUDES_LAST = frozenset(("_embedding_bag", "_embedding_bag_forward_only")), 7
+"""Those with offsets of bags, and the place of the argument by which the last offset begins no bag."""
 _OF_NUMBERS = frozenset("mul div add sub rsub pow clamp fill_".split())
 """Operators that take numbers as they take tensors."""
 
@@ -208,7 +210,7 @@ def _is_right(
 
 
 class _Sturdy(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators of PyTorch that may end the process where a tensor is empty."""
+    """Refuses operators of PyTorch that may end the process where a tensor is empty, or where there are no bags."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -218,6 +220,8 @@ class _Sturdy(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = private.tensors_in((args, kwargs))
         if name in _FRAGILE and any(isinstance(one, Tensor) and not one.numel() for one in tensors):
             raise ValueError(f"{name} of an empty tensor")
+        if name in _OF_BAGS and _INCLUDES_LAST < len(args) and args[_INCLUDES_LAST] and args[2].numel() == 1:
+            raise ValueError(f"{name} of no bags")
         return func(*args, **(kwargs or {}))
 
 
@@ -226,7 +230,7 @@ def _run(truth: Truth, sizes: OtherSizes) -> tuple[TorchStep, Arrays] | Exceptio
     failure: Exception | None = None
     for step in sizes.steps(truth.step):
         try:
-            with _Sturdy() if 0 in sizes.sizes.values() else contextlib.nullcontext():
+            with _Sturdy() if min(sizes.sizes.values(), default=0) <= 1 else contextlib.nullcontext():
                 return step, truth.run(step, lambda tensor: tensor)
         except Exception as error:
             # A user's module may raise anything.

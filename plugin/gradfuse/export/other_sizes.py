@@ -85,12 +85,7 @@ class OtherSizes:
         changes = self._changes(step)
         totals = {size for tensor in step.batch.values() for size in tensor.shape}
         ends = {name for name, tensor in step.batch.items() if _are_ends(tensor, totals)}
-        ways = [
-            (ends, False, True),
-            (ends, True, True),
-            (ends, False, False),
-            *([(set(), False, True)] if ends else []),
-        ]
+        ways = [(ends, False, True), (ends, True, True), (ends, False, False)]
         if ends:  # They may be labels.
             ways.append((set(), False, True))
         for ends, fitted, repeats in ways:
