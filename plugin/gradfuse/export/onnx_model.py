@@ -398,7 +398,9 @@ def _untranslated(step: TorchStep | None, program: ExportedProgram, error: BaseE
 def _zeros_like(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """Append nodes that make zeros in the static shape and the type of a value."""
     assert value.dtype is not None and value.shape is not None
-    shape = ir.node("Constant", [], attributes={"value_ints": list(value.shape.numpy())})
+    # An empty list has no type by itself.
+    sizes = ir.AttrInt64s("value_ints", list(value.shape.numpy()))
+    shape = ir.node("Constant", [], attributes={"value_ints": sizes})
     zero = ir.tensor(np.zeros(1, dtype=value.dtype.numpy()), dtype=value.dtype)
     zeros = ir.node("ConstantOfShape", [shape.outputs[0]], attributes={"value": zero})
     zeros.outputs[0].type, zeros.outputs[0].shape = ir.TensorType(value.dtype), value.shape

@@ -70,7 +70,9 @@ class Nodes:
 
     def integers(self, numbers: Sequence[int]) -> ir.Value:
         """Return a vector of integers, such as axes or a shape."""
-        return self.op("Constant", [], ir.DataType.INT64, (len(numbers),), {"value_ints": list(numbers)}).value
+        # An empty list has no type by itself.
+        values = ir.AttrInt64s("value_ints", list(numbers))
+        return self.op("Constant", [], ir.DataType.INT64, (len(numbers),), {"value_ints": values}).value
 
     def filled(self, shape: Sequence[int], number: float, dtype: ir.DataType) -> GraphTensor:
         """Return a tensor of one number."""
