@@ -21,7 +21,8 @@ _BFLOAT16 = 16
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    return dtype.name == "bfloat16"
+    # numpy takes microseconds to make the name of a type.
+    return dtype.kind == "V" and dtype.name == "bfloat16"
 
 
 def allocate(new_value: Any, shape: Sequence[int], dtype: np.dtype[Any], device: tuple[str, int], what: str) -> Any:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from gradfuse.errors import ArgumentError, one_line
 from gradfuse.models.arrays import Arrays, to_numpy
+from gradfuse.models.ort_values import is_bfloat16
 from gradfuse.models.plain_reading import PlainType, dtype_of
 from gradfuse.training.step import IndexRange
 
@@ -106,13 +107,13 @@ def checked_providers(providers: Any, where: str) -> list[Any]:
     return list(providers) or ["CPUExecutionProvider"]
 
 
-def as_array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
+def as_array(value: Any, what: str, wanted: object) -> npt.NDArray[Any]:
     """Return a numpy array of what may be a torch tensor, without importing torch.
 
     Args:
         value: what was given.
         what: what to call it in messages.
-        wanted: what is expected.
+        wanted: what is expected, as messages show it.
 
     Raises:
         ArgumentError: it cannot be one, such as a tensor of a type that numpy does not have, or has a mask.
@@ -132,14 +133,15 @@ def as_array(value: Any, what: str, wanted: str) -> npt.NDArray[Any]:
 
 def array_like(known: TensorType, value: Any, what: str) -> npt.NDArray[Any]:
     """Return `as_array` of what should be of a type: where that is bfloat16, of a torch tensor of it as well."""
-    if known.dtype.name == "bfloat16" and str(getattr(value, "dtype", None)) == "torch.bfloat16":
+    if is_bfloat16(known.dtype) and str(getattr(value, "dtype", None)) == "torch.bfloat16":
         return to_numpy(value, copy=False)
-    return as_array(value, what, str(known))
+    return as_array(value, what, known)
 
 
 def contiguous(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return a contiguous and aligned array, as onnxruntime requires."""
-    return np.require(array, requirements=("C", "A"))
+    flags = array.flags
+    return array if flags.c_contiguous and flags.aligned else np.require(array, requirements=("C", "A"))
 
 
 def in_short(value: Any) -> str:

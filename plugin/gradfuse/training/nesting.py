@@ -45,10 +45,10 @@ def leaves_of_call(nesting: Any, given: Any, where: str) -> dict[str, Any]:
     Raises:
         ArgumentError: it is nested in another way.
     """
-    arguments, every = dict(nesting["arguments"]), list(names_in(nesting))
+    arguments = dict(nesting["arguments"])
     found: dict[str, Any] = {}
     if isinstance(given, Mapping):
-        unknown = []
+        every, unknown = list(names_in(nesting)), []
         for key, one in given.items():
             if key in arguments:
                 found |= leaves(arguments[key], one, f"{where} {key}")
@@ -65,14 +65,16 @@ def leaves_of_call(nesting: Any, given: Any, where: str) -> dict[str, Any]:
     if nesting["keywords"]:
         raise ArgumentError(f"{where} are {type(given).__name__}; expected a dictionary of {few(arguments)}")
     values = list(given) if isinstance(given, (tuple, list)) else [] if given is None else [given]
-    # Trailing arguments that are not tensors may be left out, as in a call whose defaults they are.
-    needed = max((index for index, one in enumerate(arguments.values(), 1) if any(names_in(one))), default=0)
-    if not needed <= len(values) <= len(arguments):
+    if len(values) > len(arguments) or any(any(names_in(one)) for one in list(arguments.values())[len(values) :]):
+        # Trailing arguments that are not tensors may be left out, as in a call whose defaults they are.
         wanted = f"{len(arguments)}: {few(arguments)}" if arguments else "none"
         raise ArgumentError(f"{where} are {len(values)}; expected {wanted}")
     _require_needed(nesting, list(arguments)[: len(values)], where)
     for (name, one), value in zip(arguments.items(), values, strict=False):
-        found |= leaves(one, value, f"{where} {name}")
+        if isinstance(one, str):
+            found[one] = value
+        else:
+            found |= leaves(one, value, f"{where} {name}")
     return found
 
 
