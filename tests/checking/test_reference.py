@@ -322,6 +322,21 @@ def test_weights_are_converted_part_by_part_and_outputs_taken_one_by_one(monkeyp
     np.testing.assert_array_equal(feeds["a"], a.numpy())
 
 
+def test_large_values_in_bodies_are_computed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_LARGE", 10)
+    monkeypatch.setattr(reference, "_LARGEST_VALUES", 30)
+    text = """<ir_version: 10, opset_import: ["" : 20, "local" : 1]> g (float[4,5] x, float[4,5] y) => (float[4,5] z)
+    { z = local.f (x, y) }
+    <domain: "local", opset_import: ["" : 20]> f (x, y) => (z)
+    { e = Erf (x) m = Mul (e, y) s = Sin (m) b = Less (s, x) z = Where (b, s, y) }"""
+    session = ReferenceSession(ir.from_proto(onnx.parser.parse_model(text)), "model")
+    assert len(session._parts) == 5
+    x, y = torch.randn(4, 5), torch.randn(4, 5)
+    sines = (torch.erf(x.double()) * y.double()).sin()
+    results = session.run({"x": x.numpy(), "y": y.numpy()})
+    assert_same(results["z"], torch.where(sines < x.double(), sines, y.double()))
+
+
 def test_an_output_gives_back_its_memory_while_others_are_kept() -> None:
     text = """<ir_version: 9, opset_import: ["" : 18]>
         g (double[n] x) => (double[n] y, bool[n] z, double[n] w) {

@@ -25,13 +25,16 @@ GRADFUSE_INLINE hn::Vec<D> SumOfRows(At at, D d, const T* row, int64_t stride) {
   }
 }
 
-// sum += the columns of kRows rows, while those `ahead` elements further are asked for: rows are too short for the
-// processor to see by itself where it goes on.
+// How many rows ahead memory is asked for: rows are too short for the processor to see by itself where it goes on. Rows
+// of the next group are read next as well.
+constexpr int64_t kRowsAhead = 8;
+
+// sum += the columns of kRows rows that lie `stride` apart.
 template <int kRows, class T>
-GRADFUSE_INLINE void AddTogether(const T* rows, int64_t ahead, int64_t stride, int64_t columns, float* sum) {
+GRADFUSE_INLINE void AddTogether(const T* rows, int64_t stride, int64_t columns, float* sum) {
   const TagOf<T> d;
   ForEachVector(d, columns, [&](int64_t c, auto at) HWY_ATTR {
-    for (int row = 0; row < kRows; ++row) Prefetch(d, rows + ahead + row * stride + c);
+    for (int row = 0; row < kRows; ++row) PrefetchFar(d, rows + (kRowsAhead + row) * stride + c);
     Store(at, Load(at, d, sum + c) + SumOfRows<kRows>(at, d, rows + c, stride), d, sum + c);
   });
 }
@@ -40,14 +43,12 @@ GRADFUSE_INLINE void AddTogether(const T* rows, int64_t ahead, int64_t stride, i
 template <class T>
 void AddRows(const T* rows, int64_t count, int64_t stride, int64_t columns, float* sum) {
   int64_t row = 0;
-  for (; row + 8 <= count; row += 8) {
-    AddTogether<8>(rows + row * stride, row + 16 <= count ? 8 * stride : 0, stride, columns, sum);
-  }
+  for (; row + 8 <= count; row += 8) AddTogether<8>(rows + row * stride, stride, columns, sum);
   if (row + 4 <= count) {
-    AddTogether<4>(rows + row * stride, 0, stride, columns, sum);
+    AddTogether<4>(rows + row * stride, stride, columns, sum);
     row += 4;
   }
-  for (; row < count; ++row) AddTogether<1>(rows + row * stride, 0, stride, columns, sum);
+  for (; row < count; ++row) AddTogether<1>(rows + row * stride, stride, columns, sum);
 }
 
 template <class T>

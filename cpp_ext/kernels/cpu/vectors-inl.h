@@ -53,6 +53,12 @@ GRADFUSE_INLINE void Prefetch(D, const void* from) {
   if constexpr (hn::MaxLanes(D()) > 1) __builtin_prefetch(from);
 }
 
+// The same into the second-level cache, for what is read after more than the first one holds.
+template <class D>
+GRADFUSE_INLINE void PrefetchFar(D, const void* from) {
+  if constexpr (hn::MaxLanes(D()) > 1) __builtin_prefetch(from, 0, 2);
+}
+
 // Keeps the compiler from loading a vector again for each product that it is a factor of.
 template <class V>
 GRADFUSE_INLINE void KeepInRegister(V& value) {

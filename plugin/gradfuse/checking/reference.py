@@ -394,11 +394,12 @@ class _Part:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def run(self, inputs: Arrays, source: str) -> Arrays:
-        if _in_numpy(self._nodes[0]):
+        compute = _function_of(self._nodes)
+        if compute is not None:
             (node,) = self._nodes
             arguments = [None if value is None else inputs[str(value.name)] for value in node.inputs]
             try:
-                results = _NUMPY[node.op_type](node, *arguments)
+                results = compute(node, *arguments)
             except MemoryError:
                 raise
             except Exception as error:
@@ -445,10 +446,11 @@ def _runs(model: ir.Model, outputs: Sequence[str]) -> Iterator[list[ir.Node]]:
     All that a run reads, and all that it makes for others, is in memory at once. Each node for numpy is a part of its
     own.
     """
-    sizes = {str(value.name): _elements(value) for node in model.graph for value in node.outputs}
-    returned = {name: sizes.get(name, 0) for name in outputs}
     given = {str(value.name): _elements(value) for value in (*model.graph.inputs, *model.graph.initializers.values())}
-    sizes |= given
+    sizes = dict(given)
+    for node in model.graph:
+        sizes |= _sizes_of(node, sizes)
+    returned = {name: sizes.get(name, 0) for name in outputs}
     outside = given | returned
     nodes: list[ir.Node] = []
     large: dict[str, int] = {}
@@ -529,6 +531,16 @@ def _elements(value: ir.Value) -> int:
     return math.prod(shape.numpy()) if shape is not None and shape.is_static() else 0
 
 
+def _sizes_of(node: ir.Node, known: Mapping[str, int]) -> dict[str, int]:
+    """Return how many elements each output of a node has.
+
+    Those of bodies have no shapes: they are taken to be as large as the largest input, unless they are sums or sizes.
+    """
+    is_small = node.op_type in ("Shape", "Size") or node.op_type.startswith("Reduce")
+    like = 0 if is_small else max((known.get(name, 0) for name in _reads(node)), default=0)
+    return {str(value.name): like if value.shape is None else _elements(value) for value in node.outputs}
+
+
 def _reads(node: ir.Node) -> Iterator[str]:
     """Yield the names of the values from outside that a node and its subgraphs read."""
     yield from (str(value.name) for value in node.inputs if value is not None)
@@ -558,6 +570,13 @@ def _as_float64(array: _Array) -> _Array:
 
 def _in_numpy(node: ir.Node) -> bool:
     return node.domain == "" and node.op_type in _NUMPY
+
+
+def _function_of(nodes: Sequence[ir.Node]) -> Callable[..., _Array | tuple[_Array, ...]] | None:
+    """Return what computes a part in numpy; None for onnxruntime."""
+    if _in_numpy(nodes[0]):
+        return _NUMPY[nodes[0].op_type]
+    return _NUMPY_ALONE.get(nodes[0].op_type) if len(nodes) == 1 and nodes[0].domain == "" else None
 
 
 def _by_kernel(domain: str, name: str) -> bool:
@@ -817,3 +836,9 @@ _NUMPY: dict[str, Callable[..., _Array | tuple[_Array, ...]]] = {
     "Tan": _elementwise(np.tan),
 }
 """What onnxruntime's CPU provider computes in float32 only."""
+
+_NUMPY_ALONE: dict[str, Callable[..., _Array]] = {
+    # onnxruntime's makes two more tensors of the result's size.
+    "Where": lambda node, condition, x, y: np.asarray(np.where(condition, x, y)),
+}
+"""What numpy computes as well, in less memory, where a node is a part of its own."""
