@@ -154,6 +154,35 @@ def _whisper() -> Made:
     return Whisper(), loss, (torch.randn(2, 80, 3000), ids[:, :-1].clone()), ids[:, 1:].clone()
 
 
+def _critic() -> Made:
+    """DCGAN's critic with the penalty of WGAN-GP: the lengths of its gradients between real and generated images."""
+    import torch
+    from torch import nn
+
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 4, 2, 1), nn.InstanceNorm2d(outputs, affine=True), nn.LeakyReLU(0.2)]
+
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = block(128, 256) + block(256, 512) + block(512, 1024)
+            self.score = nn.Sequential(
+                nn.Conv2d(3, 128, 4, 2, 1), nn.LeakyReLU(0.2), *blocks, nn.Conv2d(1024, 1, 4), nn.Flatten(0)
+            )
+
+        def forward(self, real: Tensor, generated: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            between = (shares * real + (1 - shares) * generated).requires_grad_()
+            (gradient,) = torch.autograd.grad(self.score(between).sum(), between, create_graph=True)
+            return self.score(real), self.score(generated), gradient.flatten(1).norm(dim=1)
+
+    def loss(output: tuple[Tensor, Tensor, Tensor], wanted: Tensor) -> Tensor:
+        real, generated, lengths = output
+        return generated.mean() - real.mean() + 10 * (lengths - wanted).square().mean()
+
+    images, shares = torch.randn(2, 16, 3, 64, 64).unbind(), torch.rand(16, 1, 1, 1)
+    return Critic(), loss, (*images, shares), torch.ones(16)
+
+
 def _of_classes(output: Any, labels: Tensor) -> Tensor:
     import torch.nn.functional as F
 
@@ -168,6 +197,7 @@ MODELS = {
     "Whisper-tiny (WhisperForConditionalGeneration)": Model(_whisper, "2 x 30 s, 64 tokens", trained=True),
     "ViT-B/16 (ViTForImageClassification)": Model(_vit, "8 x 224 x 224", trained=True),
     "ResNet-50 (ResNetForImageClassification)": Model(_resnet50, "8 x 224 x 224", trained=True),
+    "WGAN-GP critic (DCGAN's)": Model(_critic, "16 x 64 x 64", trained=True),
     **{
         f"GPT, 4 layers of 256, {length:,} tokens": Model(
             functools.partial(_gpt, 4, 256, 8192, 1, length), f"1 x {length:,}"
