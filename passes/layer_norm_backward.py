@@ -98,10 +98,11 @@ class FuseLayerNormBackwardPass(FusePass):
         if normalizing.with_reduction(site).isdisjoint([root, *node.inputs]):
             return None
         regions = list(_regions(site, root))
-        found = itertools.chain.from_iterable(_candidates(site, region) for region in regions)
+        found = list(itertools.chain.from_iterable(_candidates(site, region) for region in regions))
         possible = (parts for one in found for parts in _parts(site, one))
         tried = [partial(_bound, site, builder, parts) for parts in itertools.islice(possible, _CANDIDATES)]
-        of_groups = _parts_of_groups(site, root)
+        of_rows = (parts for one in found for parts in _parts_of_rows(site, one))
+        of_groups = itertools.chain(of_rows, _parts_of_groups(site, root))
         tried += [partial(_bound_of_groups, site, builder, *one) for one in itertools.islice(of_groups, _CANDIDATES)]
         try:
             return self.first_bound(builder, tried)
@@ -245,7 +246,7 @@ def _regions(site: Site, root: ir.Value) -> Iterator[normalizing.Region]:
     nodes = frozenset(found.values())
     for first, sums in reduced.items():
         mean = partial(_is_of_rows, site, root=root, first=first)
-        pairs = {value: normalizing.difference(site, value, whole, mean) for value in found}
+        pairs = {value: normalizing.difference(site, value, whole, mean) for value in found if value is not root}
         centred = {value: pair for value, pair in pairs.items() if pair is not None}
         yield normalizing.Region(root, first, nodes, tuple(dict.fromkeys(sums)), centred)
 
@@ -261,20 +262,48 @@ def _first_summed(site: Site, total: ir.Value, root: ir.Value) -> int | None:
     if not site.knows(total):
         return None
     whole, left = site.extents(root), site.extents(total)
-    if len(left) == 2 and len(whole) > 2 and left[1] == UNIT:
-        # The rows of a matrix that it was viewed as.
-        return next((k for k in range(len(whole) - 1, 0, -1) if left[0] == site.algebra.product(whole[:k])), None)
-    if len(left) < len(whole):
-        return len(left) if left == whole[: len(left)] else None
+    if left == whole[: len(left)] and len(left) < len(whole):
+        return len(left)
     firsts = range(len(whole) - 1, -1, -1)
-    return next((k for k in firsts if left == [*whole[:k], *(UNIT for _ in whole[k:])]), None)
+    if left == whole:
+        # A product with a whole matrix of ones has each sum once for each of its columns.
+        return next((k for k in reversed(firsts) if _is_repeated(site, total, k)), None)
+    found = next((k for k in firsts if left == [*whole[:k], *(UNIT for _ in whole[k:])]), None)
+    if found is None and left[-1:] == [UNIT]:
+        # What was summed is a view, as the rows of a matrix, or an image with a channel for each row.
+        rows = site.algebra.product(left)
+        found = next((k for k in firsts if k and site.algebra.product(whole[:k]) == rows), None)
+    return found
+
+
+def _is_repeated(site: Site, value: ir.Value, first: int) -> bool:
+    """Whether a value has the same element at each place of the axes from the first one on."""
+    form = site.forms.get(value)
+    if form is None:
+        return False
+    along = {v for axis in range(first, len(form.groups)) for v in form.variables(axis)}
+    return bool(along) and along.isdisjoint(site.algebra.free(form.poly))
 
 
 def _is_of_rows(site: Site, value: ir.Value, root: ir.Value, first: int) -> bool:
-    """Whether a value has one element a row, and all dimensions."""
-    whole = site.extents(root)
-    rows = [*whole[:first], *(UNIT for _ in whole[first:])]
-    return is_float(value) and site.knows(value) and site.extents(value) == rows
+    """Whether a value has one element a row, and all dimensions; or has it at each place of the row."""
+    if not is_float(value) or not site.knows(value):
+        return False
+    whole, extents = site.extents(root), site.extents(value)
+    if extents == whole:
+        return _is_repeated(site, value, first)
+    return extents == [*whole[:first], *(UNIT for _ in whole[first:])]
+
+
+def _one_a_row(site: Site, builder: Builder, value: ir.Value, first: int) -> ir.Value:
+    """A statistic in float32, with one element a row."""
+    value, extents = builder.cast(value, ir.DataType.FLOAT), site.extents(value)
+    axes = [axis for axis in range(first, len(extents)) if extents[axis] != UNIT]
+    if not axes:
+        return value
+    rows = [*extents[:first], *(UNIT for _ in extents[first:])]
+    ends = [builder.ints(numbers) for numbers in ([0] * len(axes), [1] * len(axes), axes)]
+    return builder.op("Slice", [value, *ends], ir.DataType.FLOAT, rows)
 
 
 def _is_inner(site: Site, value: ir.Value, root: ir.Value, first: int) -> bool:
@@ -309,7 +338,21 @@ def _candidates(site: Site, region: normalizing.Region) -> Iterator[_Candidate]:
                 continue
             met.add((gradient, data))
             if mean is None or any(gradient in other and data not in other for other in products):
-                yield _Candidate(region, _before_cast(gradient, region.root), _before_cast(x, region.root), mean)
+                own = (_before_cast(gradient, region.root), _before_cast(x, region.root))
+                yield from (_Candidate(region, *own, one) for one in (mean, *_means_beside(site, region, gradient)))
+
+
+def _means_beside(site: Site, region: normalizing.Region, gradient: ir.Value) -> list[ir.Value]:
+    """The numbers for each row of which one may be the mean, where no difference from it is formed.
+
+    The gradient may be written as g r + a x + b, with two numbers for each row in which the mean is a factor.
+    """
+    if region.centred:
+        return []
+    read = (v for node in region.nodes for v in normalizing.operands(site, node) or () if v is not None)
+    is_of_rows = partial(_is_of_rows, site, root=region.root, first=region.axis)
+    found = [v for v in dict.fromkeys(read) if is_of_rows(v) and not normalizing.is_made_of(site, v, gradient)]
+    return found if len(found) <= _ROWS else []
 
 
 def _before_cast(value: ir.Value, root: ir.Value) -> ir.Value:
@@ -364,6 +407,24 @@ def _parts(site: Site, one: _Candidate) -> Iterator[_Parts]:
         if len(rows) > 1 or any(normalizing.is_made_of(site, value, one.x) for value in rows):
             # Differentiating node by node leaves the deviation in several forms, not all of which need be values.
             yield from (_Parts(one, (*stops, *inner), *way, weight) for way in ways if len(rows) <= _ROWS)
+
+
+def _parts_of_rows(site: Site, one: _Candidate) -> Iterator[tuple[_Parts, int]]:
+    """The parts of a normalization with a weight for each row, as of channels that were made rows.
+
+    With them the axis that the sums begin at.
+    """
+    if one.mean is None:
+        return
+    is_of_rows = partial(_is_of_rows, site, root=one.region.root, first=one.region.axis)
+    stops = (one.gradient, one.x, one.mean)
+    try:
+        vectors = normalizing.vectors(site, one.region.root, stops, is_of_rows)
+    except Mismatch:
+        return
+    for deviation, weight in itertools.permutations(vectors) if len(vectors) == 2 else ():
+        for own in (stops, stops[:2]):
+            yield _Parts(one, (*own, *vectors), deviation, True, False, weight), one.region.axis
 
 
 def _bound(site: Site, builder: Builder, parts: _Parts) -> Rewrite:
@@ -450,13 +511,14 @@ def _bound_of_groups(site: Site, builder: Builder, parts: _Parts, channel: int) 
     through = one.gradient
     if parts.weight is not None:
         through = builder.op("Mul", [through, parts.weight], root.dtype, extents)
-    statistics = [builder.cast(value, ir.DataType.FLOAT) for value in (one.mean, parts.deviation)]
+    statistics = [_one_a_row(site, builder, value, first) for value in (one.mean, parts.deviation)]
     fused, _ = normalizing.fused_with_sums(
         *(site, builder, FuseLayerNormBackwardPass.operator, [through, one.x, None, *statistics]),
         *(extents, extents[first:], [None, None]),
         axis=first - len(extents),
     )
-    return replace(builder.rewrite("group-norm-backward", [fused], fused), frontier=tuple(sources))
+    given = _chosen_freely(site, root, sources, first)
+    return replace(builder.rewrite("group-norm-backward", [fused], fused), frontier=given)
 
 
 @dataclass(frozen=True)
@@ -513,20 +575,27 @@ def _rewrite(site: Site, builder: Builder, parts: _Parts, definition: _Definitio
     extents = site.extents(root)
     inner = extents[first:]
     sums = _sums(site, one, sources, definition)
-    rstd = builder.cast(parts.deviation, ir.DataType.FLOAT)
+    rstd = _one_a_row(site, builder, parts.deviation, first)
     if not parts.is_inverse:
         rstd = builder.op("Reciprocal", [rstd], ir.DataType.FLOAT, site.extents(rstd))
     inputs = [
         one.gradient,
         one.x,
         None if weight is None else builder.reshape(weight, inner),
-        None if one.mean is None else builder.cast(one.mean, ir.DataType.FLOAT),
+        None if one.mean is None else _one_a_row(site, builder, one.mean, first),
         rstd,
     ]
     operator, axis = FuseLayerNormBackwardPass.operator, first - len(extents)
     fused, others = normalizing.fused_with_sums(site, builder, operator, inputs, extents, inner, sums, axis=axis)
-    rule = "layer-norm-backward" if one.region.centred else "rms-norm-backward"
-    return replace(builder.rewrite(rule, [fused], fused), frontier=tuple(sources), others=others)
+    rule = "rms-norm-backward" if one.mean is None else "layer-norm-backward"
+    given = _chosen_freely(site, root, sources, first)
+    return replace(builder.rewrite(rule, [fused], fused), frontier=given, others=others)
+
+
+def _chosen_freely(site: Site, root: ir.Value, sources: Sequence[ir.Value], first: int) -> tuple[ir.Value, ...]:
+    """Those of the sources that may be any numbers: not a statistic that is the same at each place of a row."""
+    whole = site.extents(root)
+    return tuple(v for v in sources if site.extents(v) != whole or not _is_repeated(site, v, first))
 
 
 def _sums(site: Site, one: _Candidate, sources: Sequence[ir.Value], definition: _Definition) -> list[ir.Value | None]:

@@ -31,7 +31,14 @@ def _evaluator() -> Any:
     from onnx.reference import ReferenceEvaluator
 
     elements = [_gather_elements(), _scatter_elements()]
-    operators = [*ort_training.reference_ops(), *elements, *_convolutions(), _max_pool(), _cross_entropy()]
+    operators = [
+        *ort_training.reference_ops(),
+        *elements,
+        *_convolutions(),
+        _max_pool(),
+        _average_pool(),
+        _cross_entropy(),
+    ]
 
     class Evaluator(ReferenceEvaluator):
         def __init__(self, proto: Any, **options: Any) -> None:
@@ -198,6 +205,27 @@ def _max_pool() -> type:
             return tuple(taken)[: len(self.output)]
 
     return MaxPool
+
+
+@cache
+def _average_pool() -> type:
+    """Return AveragePool of windows without padding, whose NaN count: the reference takes them for padding."""
+    from onnx.reference.op_run import OpRun
+
+    class AveragePool(OpRun):
+        op_domain = ""
+
+        def _run(self, x: _Array, **options: Any) -> tuple[_Array]:
+            kernel = options["kernel_shape"]
+            strides, dilations, pads = _window(options, len(kernel))
+            if any(map(any, pads)) or any(step != 1 for step in dilations) or options.get("ceil_mode"):
+                raise NotImplementedError("only windows of neighbours within the image")
+            axes = tuple(range(2, x.ndim))
+            windows = np.lib.stride_tricks.sliding_window_view(x, kernel, axes)
+            windows = windows[(..., *(slice(None, None, s) for s in strides), *(slice(None) for _ in kernel))]
+            return (windows.mean(tuple(range(x.ndim, windows.ndim))),)
+
+    return AveragePool
 
 
 def _window(options: dict[str, Any], spatial: int) -> tuple[Sequence[int], Sequence[int], tuple[list[int], list[int]]]:

@@ -171,6 +171,35 @@ def _global_average_pool(forms: KnownForms, node: ir.Node) -> Form:
     return Form((*x.groups[:2], *((),) * (len(x.groups) - 2)), mean)
 
 
+@reads("AveragePool")
+def _average_pool(forms: KnownForms, node: ir.Node) -> Form:
+    """The mean over whole dimensions, of which each is one window."""
+    algebra, x = forms.algebra, forms.operand(node, 0)
+    kernel = [int(n) for n in attribute(node, "kernel_shape", ())]
+    strides = attribute(node, "strides", None) or [1] * len(kernel)
+    if (
+        len(kernel) != len(x.groups) - 2
+        or any(attribute(node, "pads", ()))
+        or any(step != 1 for step in attribute(node, "dilations", ()))
+    ):
+        raise Opaque("windows that are padded or dilated")
+    if attribute(node, "auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+        raise Opaque("windows that are padded")
+    pooled = []
+    for axis, (width, step) in enumerate(zip(kernel, strides, strict=True), 2):
+        if forms.extent(x.groups[axis]).integer == width:
+            pooled.append(axis)
+        elif (width, step) != (1, 1):
+            raise Opaque("windows that are a part of a dimension")
+    sizes = x.sizes
+    summed = {v: sizes[v] for axis in pooled for v in x.variables(axis)}
+    total = algebra.sum(x.poly, summed, dict(enumerate(sizes)))
+    mean = algebra.mul(total, algebra.power(algebra.product(summed.values()), -1))
+    left = {v: algebra.var(k) for k, v in enumerate(v for v in range(len(sizes)) if v not in summed)}
+    groups = tuple(() if axis in pooled else group for axis, group in enumerate(x.groups))
+    return Form(groups, algebra.substitute(mean, left))
+
+
 def segment_sum(forms: KnownForms, x: Form, axes: Callable[[], Sequence[int]]) -> Form | None:
     """The sum of the rows of segments, where they are gathered by a table, and a row of zeros comes after them.
 

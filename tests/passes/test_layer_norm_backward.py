@@ -176,16 +176,21 @@ def test_sums_without_the_axes_that_they_are_over() -> None:
     require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2)
 
 
-ONES = "ones = Constant<value = float[7, 1] {1, 1, 1, 1, 1, 1, 1}>()  n = Constant<value_float = 7.0>()"
+ONES = """ones = Constant<value = float[7, 1] {1, 1, 1, 1, 1, 1, 1}>()  n = Constant<value_float = 7.0>()
+square = Constant<value_ints = [7, 7]>()  one_image = Constant<value_ints = [1, 12, 7]>()
+back = Constant<value_ints = [4, 3, 1]>()"""
 
 
 @pytest.mark.parametrize(
     "mean",
     [
         "share = Div(ones, n)  $m = MatMul($x, share)",
+        "sevenths = Expand(ones, square)  share = Div(sevenths, n)  $m = MatMul($x, share)",
         "$m = GlobalAveragePool($x)",
-        """flat = Constant<value_ints = [12, 7]>()  back = Constant<value_ints = [4, 3, 1]>()
-        $r = Reshape($x, flat)  $s = Gemm<alpha = 0.14285714285714285>($r, ones)  $m = Reshape($s, back)""",
+        "$m = AveragePool<kernel_shape = [7]>($x)",
+        """$r = Reshape($x, one_image)  $s = AveragePool<kernel_shape = [7]>($r)
+        $m = Reshape($s, back)""",
+        """flat = Constant<value_ints = [12, 7]>()  $r = Reshape($x, flat)  $s = Gemm<alpha = 0.14285714285714285>($r, ones)  $m = Reshape($s, back)""",
     ],
 )
 def test_means_by_products_with_ones_and_by_pooling(mean: str) -> None:
@@ -197,6 +202,46 @@ def test_means_by_products_with_ones_and_by_pooling(mean: str) -> None:
         own = own.replace("$r", f"{name}_rows").replace("$s", f"{name}_sums")
         text = text.replace(f"{name} = ReduceMean({operand}, inner)", (constants if name == "m" else "") + own)
     require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2)
+
+
+@pytest.mark.parametrize("of_mean", [True, False])
+def test_two_numbers_a_row_in_which_the_mean_is_a_factor(of_mean: bool) -> None:
+    """g r + a x + b, as kernels have it: they sum what they read, the input and the gradient."""
+    text = (
+        axes_of(3, 2)
+        + f"""
+        {"m = Identity(mean)" if of_mean else MEAN_OF_X}
+        n = Constant<value_float = 7.0>()  s = Mul(dy, weight)  sx = Mul(s, x)
+        ds = ReduceSum<keepdims = 1>(sx, inner)  db = ReduceSum<keepdims = 1>(s, inner)
+        db_m = Mul(db, m)  less = Sub(db_m, ds)  r2 = Mul(rstd, rstd)  r3 = Mul(r2, rstd)
+        cubed = Mul(less, r3)  a = Div(cubed, n)  a_m = Mul(a, m)  db_r = Mul(db, rstd)  share = Div(db_r, n)
+        both = Add(a_m, share)  b = Neg(both)  sr = Mul(s, rstd)  ax = Mul(a, x)  srx = Add(sr, ax)
+        grad_input = Add(srx, b)
+        d = Sub(x, m)  y = Mul(d, rstd)  dy_y = Mul(dy, y)  grad_weight = ReduceSum<keepdims = 0>(dy_y, outer)
+        grad_bias = ReduceSum<keepdims = 0>(dy, outer)"""
+    )
+    require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2)
+
+
+def test_channels_that_were_made_rows() -> None:
+    """Batch normalization with its channels in front: a weight for each row."""
+    rows = "means = ReduceMean<keepdims = 1>(x, inner) d = Sub(x, means) y = Mul(d, rstd)"
+    text = (
+        axes_of(2, 1)
+        + f"""
+        {rows}  one = ReduceMean<keepdims = 1>(dy, inner)  dy_y = Mul(dy, y)
+        two = ReduceMean<keepdims = 1>(dy_y, inner)  through = Mul(y, two)  left = Sub(dy, one)
+        rest = Sub(left, through)  r = Mul(rstd, third)  grad_input = Mul(r, rest)
+        grad_weight = Identity(weight)  grad_bias = Identity(weight)"""
+    )
+    arrays = feeds((3, 12), 1)
+    result, report = fused(onnx_model(text, (3, 12), 1))
+    assert masks(result) == [[1, 0, 0]], report
+    arrays["dy"], dy = arrays["dy"] * arrays["third"], arrays["dy"]
+    exact, native = (of_torch(arrays, d, 1, weighted=False, centred=True) for d in (torch.float64, torch.float32))
+    got = run(result, {**arrays, "dy": dy})["grad_input"]
+    terms = float(np.abs(arrays["dy"]).sum())
+    assert_gradients_close(got, native["grad_input"], exact["grad_input"], np.float32, terms=terms)
 
 
 def test_sums_of_products_of_rows_by_einsum() -> None:

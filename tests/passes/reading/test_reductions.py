@@ -41,6 +41,9 @@ def _read() -> Iterator[Sample]:
     yield s("GlobalAveragePool", x("N", 3, 4))
     yield s("GlobalAveragePool", x(2, "N", "M", 3))
     yield s("GlobalAveragePool", x(1, 3, 1, 2))
+    yield s("AveragePool", x("N", 3, 4), kernel_shape=[4])
+    yield s("AveragePool", x(2, 3, 4, 5), kernel_shape=[1, 5], strides=[1, 5])
+    yield s("AveragePool", x(2, "N", 1, 3), kernel_shape=[1, 3], auto_pad="VALID", count_include_pad=1)
     for reverse in (0, 1):
         for exclusive in (0, 1):
             yield s("CumSum", x("N", 3), scalar(1), reverse=reverse, exclusive=exclusive)
@@ -54,6 +57,9 @@ def _unread() -> Iterator[Sample]:
     yield s("ReduceMean", below(9, "N", 3), ints(1))
     yield s("ReduceL2", below(9, "N", 3, dtype=INT32), ints(1))
     yield s("ReduceLogSum", below(9, "N", 3, least=1, dtype=INT32), ints(1))
+    yield s("AveragePool", x(2, 3, 4), kernel_shape=[2])
+    yield s("AveragePool", x(2, 3, 4), kernel_shape=[4], pads=[1, 0])
+    yield s("AveragePool", x(2, 3, 4), kernel_shape=[1], strides=[2])
     for operand, axis in (("Flat", 0), ("FlatRows", 0)):
         yield s("CumSum", operand, scalar(axis))
         yield s("CumSum", operand, scalar(axis), exclusive=1)
