@@ -33,6 +33,7 @@ _GIVEN = (
     "its mean is given and no gradient goes through the statistics, as in evaluation: there the gradients are products "
     "with vectors and sums, and the operator's are those of statistics of the batch"
 )
+_MEANS = 6  # vectors of which one may be the mean
 _VECTORS = 5  # forms of a deviation, and a weight
 _CANDIDATES = 8  # for the gradient of the result that are tried
 _READERS = 24  # of a value that are looked at
@@ -143,8 +144,6 @@ def _region(site: Site, root: ir.Value, channels: int) -> normalizing.Region | N
         return None
     pairs = {value: normalizing.difference(site, value, is_whole, is_mean) for value in found}
     centred = {value: pair for value, pair in pairs.items() if pair is not None}
-    if not centred:
-        return None
     return normalizing.Region(root, channels, frozenset(found.values()), tuple(reduced), centred)
 
 
@@ -171,6 +170,23 @@ def _candidates(site: Site, region: normalizing.Region) -> Iterator[tuple[ir.Val
             if alone and gradient is not data and gradient is not x and (gradient, data) not in met:
                 met.add((gradient, data))
                 yield gradient, x, mean
+    if met:
+        return
+    # Kernels write g r w + a x + b, with two vectors of which the mean is a factor, and sum what they read.
+    read = (v for node in region.nodes for v in normalizing.operands(site, node) or () if v is not None)
+    is_vector = partial(_is_vector, site, root=region.root, channels=region.axis)
+    vectors = [v for v in dict.fromkeys(read) if is_vector(v) and not _is_viewed(site, v)]
+    for product in products:
+        for x, gradient in itertools.permutations(dict.fromkeys(product), 2):
+            if any(gradient in other and x not in other for other in products):
+                means = [v for v in vectors if not normalizing.is_made_of(site, v, gradient)]
+                yield from ((gradient, x, mean) for mean in (means if len(means) <= _MEANS else ()))
+
+
+def _is_viewed(site: Site, vector: ir.Value) -> bool:
+    """Whether a vector is a view of another one."""
+    node = vector.producer()
+    return node is not None and node.op_type in normalizing.VIEWS and not node.domain
 
 
 def _bound(

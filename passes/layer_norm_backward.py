@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -38,6 +39,8 @@ _STEPS = 3  # from a gradient to what is summed
 _UNBIASED = "its variance is divided by one less than the number of elements, and the operator's by that number"
 _ADDED = "a number is added to its deviation, and the operator has the root of a variance that one was added to"
 _AXES = "it normalizes along other axes than the last ones, or all but the channels, which the operators do"
+_RECOVERED = "its normalized values are results divided by the weight, and the operator takes what was normalized"
+_JOINT = "its sums are of one Concat of what is summed, and the rule looks for each of them by itself"
 _WITH_MEAN, _WITHOUT = "LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"
 
 
@@ -84,6 +87,8 @@ class FuseLayerNormBackwardPass(FusePass):
             return
         for node in site.graph:
             reason = _other_deviation(site, node) if node.op_type == "Sqrt" and not node.domain else None
+            if reason is None and _is_joint(site, node):
+                reason = _JOINT
             if reason is not None:
                 yield NearMiss(names_of([node])[0], self.operator, reason)
 
@@ -104,14 +109,29 @@ class FuseLayerNormBackwardPass(FusePass):
         of_rows = (parts for one in found for parts in _parts_of_rows(site, one))
         of_groups = itertools.chain(of_rows, _parts_of_groups(site, root))
         tried += [partial(_bound_of_groups, site, builder, *one) for one in itertools.islice(of_groups, _CANDIDATES)]
+        further = (
+            parts for region in regions for one in _further_candidates(site, region) for parts in _parts(site, one)
+        )
+        last = (partial(_bound, site, builder, parts) for parts in itertools.islice(further, _CANDIDATES))
         try:
-            return self.first_bound(builder, tried)
+            rewrite = self.first_bound(builder, tried) or self._bound_if_any(builder, last)
         except Mismatch as miss:
+            if (rewrite := self._bound_if_any(builder, last)) is not None:
+                return rewrite
             roots = _roots_behind(site, root) if str(miss) == OTHERWISE else []
             reason = next((text for one in roots if (text := _other_deviation(site, one)) is not None), None)
             if reason is None:
                 raise
             raise Mismatch(reason) from None
+        if rewrite is None and any(_is_recovered(site, region) for region in regions):
+            raise Mismatch(_RECOVERED)
+        return rewrite
+
+    def _bound_if_any(self, builder: Builder, candidates: Iterable[Callable[[], Rewrite]]) -> Rewrite | None:
+        """The first candidate that can be bound; what speaks against the others is no reason to tell."""
+        with contextlib.suppress(Mismatch):
+            return self.first_bound(builder, candidates)
+        return None
 
 
 def _roots_behind(site: Site, root: ir.Value) -> list[ir.Node]:
@@ -143,6 +163,34 @@ def _other_deviation(site: Site, root: ir.Node) -> str | None:
     if any(value is not None and site.forms.constant(value) is not None for one in added for value in one.inputs):
         return _ADDED
     return None if is_along else _AXES
+
+
+def _is_recovered(site: Site, region: normalizing.Region) -> bool:
+    """Whether a product is summed of which one factor was divided by a vector over these axes, as by a weight."""
+    extents = site.extents(region.root)
+    for product in region.products(site):
+        for node in (value.producer() for value in product):
+            by = node.inputs[1] if node is not None and node.op_type == "Div" and not node.domain else None
+            if by is None or site.forms.constant(by) is not None or len(set(product)) == 1:
+                continue
+            if _is_inner(site, by, region.root, region.axis) and site.extents(by) != extents:
+                return True
+    return False
+
+
+def _is_joint(site: Site, node: ir.Node) -> bool:
+    """Whether a node sums a Concat of a gradient and its product with something else of its shape."""
+    for value in normalizing.summed(site, node):
+        concat = _viewed(site, site.first(value))[-1].producer()
+        if concat is None or concat.op_type != "Concat" or concat.domain or concat.graph is not site.graph:
+            continue
+        parts = [_viewed(site, site.first(part))[-1] for part in concat.inputs if part is not None and is_float(part)]
+        for one, other in itertools.permutations(dict.fromkeys(parts), 2):
+            if site.knows(one) and one in normalizing.factors(
+                site, other, partial(normalizing.is_whole, site, root=one)
+            ):
+                return True
+    return False
 
 
 def _squared(site: Site, root: ir.Node) -> tuple[ir.Value, bool] | None:
@@ -339,7 +387,21 @@ def _candidates(site: Site, region: normalizing.Region) -> Iterator[_Candidate]:
             met.add((gradient, data))
             if mean is None or any(gradient in other and data not in other for other in products):
                 own = (_before_cast(gradient, region.root), _before_cast(x, region.root))
-                yield from (_Candidate(region, *own, one) for one in (mean, *_means_beside(site, region, gradient)))
+                yield _Candidate(region, *own, mean)
+
+
+def _further_candidates(site: Site, region: normalizing.Region) -> Iterator[_Candidate]:
+    """Those whose difference from the mean is formed of multiples by the deviation, x r - m r, or not at all."""
+    is_wide = partial(normalizing.is_whole, site, root=region.root)
+    scaled = {data: normalizing.factors(site, x, is_wide)[1:] for data, (x, _) in region.centred.items()}
+    products = region.products(site)
+    for product in products:
+        for data, gradient in itertools.permutations(dict.fromkeys(product), 2):
+            if not any(gradient in other and data not in other for other in products):
+                continue
+            for x in (data, *scaled.get(data, ())):
+                own = (_before_cast(gradient, region.root), _before_cast(x, region.root))
+                yield from (_Candidate(region, *own, one) for one in _means_beside(site, region, gradient))
 
 
 def _means_beside(site: Site, region: normalizing.Region, gradient: ir.Value) -> list[ir.Value]:
@@ -347,8 +409,6 @@ def _means_beside(site: Site, region: normalizing.Region, gradient: ir.Value) ->
 
     The gradient may be written as g r + a x + b, with two numbers for each row in which the mean is a factor.
     """
-    if region.centred:
-        return []
     read = (v for node in region.nodes for v in normalizing.operands(site, node) or () if v is not None)
     is_of_rows = partial(_is_of_rows, site, root=region.root, first=region.axis)
     found = [v for v in dict.fromkeys(read) if is_of_rows(v) and not normalizing.is_made_of(site, v, gradient)]

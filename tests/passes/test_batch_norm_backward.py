@@ -175,6 +175,20 @@ def test_means_over_pixels_and_then_over_the_batch() -> None:
     require_backward(onnx_model(text, SHAPES[4], opset=17), SHAPES[4], weighted=True, gated=False)
 
 
+def test_sums_of_what_was_normalized_as_kernels_have_them() -> None:
+    """No difference from the mean: (g - sum(g) / n - x k + m k) r w, where k = (sum(g x) - m sum(g)) r^2 / n."""
+    text = """
+        axes = Constant<value_ints = [0, 2]>()  n = Constant<value_float = 28.0>()
+        gx = Mul(dy, x)  of_gx = ReduceSum<keepdims = 0>(gx, axes)  sum_g = ReduceSum<keepdims = 0>(dy, axes)
+        m_g = Mul(mean, sum_g)  dot = Sub(of_gx, m_g)  r2 = Mul(invstd, invstd)  slope = Mul(dot, r2)
+        k = Div(slope, n)  mean_g = Div(sum_g, n)  mk = Mul(mean, k)  rw = Mul(invstd, weight)
+        column = Constant<value_ints = [0, 2]>()  k_column = Unsqueeze(k, column)
+        mean_column = Unsqueeze(mean_g, column)  mk_column = Unsqueeze(mk, column)  rw_column = Unsqueeze(rw, column)
+        xk = Mul(x, k_column)  left = Sub(dy, mean_column)  less = Sub(left, xk)  all = Add(less, mk_column)
+        grad_input = Mul(all, rw_column)  grad_weight = Mul(dot, invstd)  grad_bias = Identity(sum_g)"""
+    require_backward(onnx_model(text, SHAPES[3]), SHAPES[3], weighted=True, gated=False)
+
+
 def test_sums_of_products_by_einsum() -> None:
     share = f"share = Constant<value = float {{{1 / 24!r}}}>()"
     text = decomposition(4, "[0,2,3]", share, weighted=True, gated=False, of_mean=True)

@@ -190,7 +190,8 @@ back = Constant<value_ints = [4, 3, 1]>()"""
         "$m = AveragePool<kernel_shape = [7]>($x)",
         """$r = Reshape($x, one_image)  $s = AveragePool<kernel_shape = [7]>($r)
         $m = Reshape($s, back)""",
-        """flat = Constant<value_ints = [12, 7]>()  $r = Reshape($x, flat)  $s = Gemm<alpha = 0.14285714285714285>($r, ones)  $m = Reshape($s, back)""",
+        """flat = Constant<value_ints = [12, 7]>()  $r = Reshape($x, flat)
+        $s = Gemm<alpha = 0.14285714285714285>($r, ones)  $m = Reshape($s, back)""",
     ],
 )
 def test_means_by_products_with_ones_and_by_pooling(mean: str) -> None:
@@ -201,6 +202,12 @@ def test_means_by_products_with_ones_and_by_pooling(mean: str) -> None:
         own = f"${of_each}".replace("$m", name).replace("$x", operand)
         own = own.replace("$r", f"{name}_rows").replace("$s", f"{name}_sums")
         text = text.replace(f"{name} = ReduceMean({operand}, inner)", (constants if name == "m" else "") + own)
+    require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2)
+
+
+def test_a_mean_that_was_multiplied_by_the_deviation() -> None:
+    text = by_rule(3, 2, weighted=True, of_mean=True)
+    text = text.replace("d = Sub(x, m)  y = Mul(d, rstd)", "xr = Mul(x, rstd)  mr = Mul(m, rstd)  y = Sub(xr, mr)")
     require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2)
 
 
@@ -563,6 +570,32 @@ def test_explain_says_what_is_other_than_the_operators(
     else:
         assert OP not in [fusion.op for fusion in result.report.fusions]
         assert any(reason in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"y = Mul(d, rstd)": "result = Add(other, d)  y = Div(result, weight)"}, "results divided by the weight"),
+        (
+            {
+                "mean_s = ReduceMean<keepdims = 1>(s, inner)": """zero = Constant<value_ints = [0]>()
+                    sy = Mul(s, y)  first = Unsqueeze(s, zero)  second = Unsqueeze(sy, zero)
+                    both = Concat<axis = 0>(first, second)  last = Constant<value_ints = [-1]>()
+                    means = ReduceMean<keepdims = 1>(both, last)  k0 = Constant<value_int = 0>()
+                    k1 = Constant<value_int = 1>()  mean_s = Gather(means, k0)  mean_sy = Gather(means, k1)""",
+                "sy = Mul(s, y)\nmean_sy = ReduceMean<keepdims = 1>(sy, inner)": "",
+            },
+            "of one Concat",
+        ),
+    ],
+)
+def test_explain_says_how_it_was_written(changes: dict[str, str], reason: str) -> None:
+    text = by_rule(3, 2, weighted=True, of_mean=True)
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    found = [region.reason for region in gradfuse.explain(onnx_model(text, (4, 3, 7), 2)).regions if region.op == OP]
+    assert any(reason in text for text in found), found
 
 
 def test_halves_that_are_normalized_in_float32() -> None:
