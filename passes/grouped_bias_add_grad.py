@@ -25,6 +25,10 @@ _WRAPS = (
     "is 0 there"
 )
 _IN_LOOP = "a loop over the groups, whose body sums the rows of one: what runs of a body give together is not read"
+_IN_PIECES = (
+    "the rows of each group are cut out and summed by themselves, and only a run knows where they begin and end: the "
+    "rule reads sums over all rows"
+)
 _COMBINES = {
     *("Add", "Sum", "Where", "Expand", "Unsqueeze", "Squeeze", "Reshape", "Concat", "Pad", "Identity", "Cast"),
     *("ReduceSum", "Flatten", "Transpose", "ScatterND", "ScatterElements", "ConcatTraining", "GatherGrad"),
@@ -37,6 +41,7 @@ _SEARCHED = 256  # values behind a sum in which its index is looked for
 _SCATTER_ADD_OPSET = 16
 _DOMAINS = ("", ort_training.DOMAIN)
 _CUTS = {"Slice", "Split", "SplitTraining", "Cast"}
+_MEANS = normalizing.REDUCTIONS - {"ReduceSum"}
 _SCATTERS = {"ScatterND", "ScatterElements", "GatherGrad"}
 _PRODUCTS = {"MatMul", "Gemm", "Einsum"}
 _CARRIERS = {
@@ -82,7 +87,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
         if _sums_nothing(site, node) and any(_sums_nothing(site, use.node) for use in root.uses()):
             return None  # It was tried as its successor.
         miss: Mismatch | None = None
-        for source in _sources(site, root):
+        sources = _sources(site, root)
+        for source in dict.fromkeys([*sources, *map(_behind_views, sources)]):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
                 try:
                     rewrite = self._from(site, builder, root, source)
@@ -102,6 +108,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         yield from _rows_by_index(site)
         yield from _rows_by_masks(site)
         yield from _rows_by_loops(site)
+        yield from _rows_in_pieces(site)
 
     def _from(self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value) -> Rewrite | None:
         form, own = site.forms.relative(root, grad)
@@ -109,7 +116,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
             return None
         ways = (self._static_ends, self._masked_rows, self._sorted_index)
         if len(form.poly) == 1:
-            ways = (self._equal_groups, self._given_ends, self._sorted_index)
+            ways = (self._equal_groups, self._blocks, self._given_ends, self._sorted_index)
         miss: Mismatch | None = None
         for way in ways:
             try:
@@ -151,6 +158,29 @@ class FuseGroupedBiasAddGradPass(FusePass):
             output = builder.reshape(fused, site.extents(root))
             return replace(builder.rewrite("sum-over-group", [fused], output), frontier=(grad,))
         return None
+
+    def _blocks(
+        self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, form: Form, own: Form
+    ) -> Rewrite | None:
+        """Groups of equal size whose rows are one dimension."""
+        algebra = site.algebra
+        if not _same_columns(form, own):
+            return None
+        groups, rows = form.sizes[0].integer, own.sizes[0].integer
+        if not groups or not rows or rows % groups or groups in (1, rows):
+            return None
+        (row,), count = algebra.fresh(1), number(rows // groups)
+        block = {0: algebra.mul(count, algebra.var(0)) + algebra.var(row)}
+        expected = algebra.sum(algebra.substitute(own.poly, block), {row: count}, {0: form.sizes[0]})
+        if not form.poly.close_to(expected, 1e-9):
+            return None
+        width = algebra.product(form.sizes[1:])
+        columns = list(range(1, len(own.sizes)))
+        value = builder.arrange(grad, [0, *columns], [[0], columns], dict(enumerate(own.sizes)))
+        value = builder.reshape(value, [form.sizes[0], count, width])
+        fused = builder.fused(self.operator, [value], [form.sizes[0], width])
+        rewrite = builder.rewrite("sum-over-group", [fused], builder.reshape(fused, site.extents(root)))
+        return replace(rewrite, frontier=(grad,))
 
     def _given_ends(
         self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, form: Form, own: Form
@@ -203,11 +233,17 @@ class FuseGroupedBiasAddGradPass(FusePass):
             if row in algebra.free(end):
                 continue
             below = algebra.less_than_zero(algebra.var(row) - end)
-            earlier = algebra.substitute(below, {0: algebra.var(0) - UNIT})
-            earlier = algebra.mul(UNIT - algebra.less_than_zero(algebra.var(0) - UNIT), earlier)
-            for mask in (below - earlier, algebra.mul(below, UNIT - earlier)):
-                if form.poly.close_to(_summed(algebra, own, mask, row), 1e-9):
-                    return self._with_given_ends(site, builder, root, grad, end, groups, False, form, own)
+            before = {0: algebra.var(0) - UNIT}
+            start = algebra.substitute(below, before)
+            earlier = algebra.mul(UNIT - algebra.less_than_zero(algebra.var(0) - UNIT), start)
+            # Where the first group has a start as well, the rows before it are in none.
+            for first, ahead in ((0, earlier), (1, start)):
+                both = algebra.mul(below, ahead)
+                for mask in (below - ahead, below - both, below + ahead - both.scaled(2.0)):
+                    if form.poly.close_to(_summed(algebra, own, mask, row), 1e-9):
+                        ends = algebra.substitute(end, before) if first else end
+                        count = groups + number(first)
+                        return self._with_given_ends(site, builder, root, grad, ends, count, False, form, own, first)
         return None
 
     def _sorted_index(
@@ -247,8 +283,12 @@ class FuseGroupedBiasAddGradPass(FusePass):
         closed: bool,
         form: Form,
         own: Form,
+        first: int = 0,
     ) -> Rewrite:
-        """Groups up to the given ends, elements of an integer tensor, and unless closed one more up to the last row."""
+        """Groups up to the given ends, elements of an integer tensor, and unless closed one more up to the last row.
+
+        Those before the first one are left out.
+        """
         integers = [ir.DataType.INT64, ir.DataType.INT32]
         found = site.find(ends, [count], root, dtypes=integers)
         if found is None or found[1] != 1.0:
@@ -258,7 +298,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
             assert value.dtype is not None
             rows = builder.cast(builder.shape([own.sizes[0]]), value.dtype)
             value = builder.op("Concat", [value, rows], value.dtype, [count + UNIT], axis=0)
-        return self._with_ends(site, builder, root, grad, value, form, own, (found[0],))
+        return self._with_ends(site, builder, root, grad, value, form, own, (found[0],), first)
 
     def _static_ends(
         self, site: Site, builder: Builder, root: ir.Value, grad: ir.Value, form: Form, own: Form
@@ -298,6 +338,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         form: Form,
         own: Form,
         given: tuple[ir.Value, ...] = (),
+        first: int = 0,
     ) -> Rewrite:
         (count,) = site.extents(ends)
         if count.integer is not None and count.integer > MAX_GROUPS:
@@ -307,7 +348,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         groups, width = form.sizes[0], site.algebra.product(form.sizes[1:])
         output = fused = builder.fused(self.operator, [rows, ends], [count, width])
         if count != groups:
-            cut = [builder.ints([0]), builder.ints([-1]), builder.ints([0])]
+            cut = [builder.ints([first]), builder.ints([-1]), builder.ints([0])]
             output = builder.op("Slice", [fused, *cut], fused.dtype, [groups, width])
         rewrite = builder.rewrite("sum-to-ends", [fused], builder.reshape(output, site.extents(root)))
         return replace(rewrite, frontier=(grad, *given), ends=dict.fromkeys(given, own.sizes[0]))
@@ -478,8 +519,8 @@ def _scaled_mean(site: Site, node: ir.Node) -> ir.Value | None:
         if value is None or number is None or site.algebra.free(number.poly) or site.algebra.tensors(number.poly):
             continue
         above = _behind_views(value).producer()
-        if above is not None and above.op_type == "ReduceMean" and not above.domain:
-            return _first_input(above)
+        if above is not None and above.op_type in _MEANS and not above.domain:
+            return normalizing.reduced(site, above)
     return None
 
 
@@ -555,8 +596,9 @@ def _joined(site: Site, value: ir.Value, operands: list[_Behind] | None) -> _Beh
     sources: dict[ir.Value, None] = {}
     if node is not None and _is_end(site, node):
         source = normalizing.reduced(site, node) or _first_input(node)
-        # A view and its inverse cancel.
-        while source is not None and (above := site.first(source).producer()) is not None and above.op_type in _CUTS:
+        # A view and its inverse cancel, and zeros beside what running sums are of add nothing.
+        passed = _CUTS | {"Pad"} if _is_running_sum(node) else _CUTS
+        while source is not None and (above := site.first(source).producer()) is not None and above.op_type in passed:
             source = _first_input(above)
         return _Behind(() if source is None else (source,))
     # The last first, as far as the first end or the second tensor.
@@ -633,7 +675,7 @@ def _factors(site: Site, node: ir.Node) -> list[ir.Value]:
     if node.op_type == "ReduceSum":
         summed = _first_input(node)
         above = None if summed is None else _behind_views(summed).producer()
-        if above is None or above.op_type != "Mul" or above.domain:
+        if above is None or above.op_type not in ("Mul", "Where") or above.domain:
             return []
         inputs = list(above.inputs)
     operands = [_behind_views(value) for value in inputs if value is not None]
@@ -769,3 +811,33 @@ def _rows_by_loops(site: Site) -> Iterator[NearMiss]:
             if any(value is not None and constant_of(value) is None for value in part.inputs[1:3]):
                 yield NearMiss(names_of([node])[0], FuseGroupedBiasAddGradPass.operator, _IN_LOOP)
                 break
+
+
+def _rows_in_pieces(site: Site) -> Iterator[NearMiss]:
+    """Sums of pieces of one tensor, which are put together again, where a run tells how large each is."""
+    for node in site.graph:
+        if node.op_type != "Concat" or node.domain or node.outputs[0].dtype not in TOLERANCE:
+            continue
+        sums = [_behind_views(value).producer() for value in node.inputs if value is not None]
+        pieces = [
+            _behind_views(value).producer()
+            for one in sums
+            if one is not None and one.op_type == "ReduceSum" and not one.domain
+            for value in one.inputs[:1]
+            if value is not None
+        ]
+        sources = [None if piece is None else _cut_from(piece) for piece in pieces]
+        if len(sources) == len(node.inputs) > 1 and sources[0] is not None and len(set(sources)) == 1:
+            yield NearMiss(names_of([node])[0], FuseGroupedBiasAddGradPass.operator, _IN_PIECES)
+
+
+def _cut_from(piece: ir.Node) -> ir.Value | None:
+    """The tensor that a piece is cut from at places that only a run knows; None for what is cut otherwise."""
+    if piece.domain:
+        return None
+    if piece.op_type == "SequenceAt" and piece.inputs[0] is not None:
+        split = piece.inputs[0].producer()
+        return _first_input(split) if split is not None and split.op_type == "SplitToSequence" else None
+    bounds = {"Slice": piece.inputs[1:3], "Split": piece.inputs[1:2]}.get(piece.op_type, ())
+    varies = any(value is not None and constant_of(value) is None for value in bounds)
+    return _first_input(piece) if varies else None

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import onnx_ir as ir
 
-from gradfuse.passes.matching import TOLERANCE, Context, ContextPass, FusePass, Site, names_of
+from gradfuse.passes.diagnosis.alignments import written_out
+from gradfuse.passes.diagnosis.gradients import has_gradient
+from gradfuse.passes.matching import Context, ContextPass, FusePass, Site, names_of
 from gradfuse.passes.reading import ort_training
 from gradfuse.passes.report import NearMiss
-
-CONTRACTIONS = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "LSTM", "GRU", "RNN", "Attention"}
-"""Operators that end a region: what is behind them belongs to another layer."""
 
 
 class FindUnmatchedPass(ContextPass):
@@ -35,7 +34,7 @@ class FindUnmatchedPass(ContextPass):
             for step in self._steps:
                 context.report.near_misses += step.unmatched(site)
             context.report.near_misses += _training_operators(site, self._operators)
-            context.report.near_misses += _unrolled_ctc(site)
+            context.report.near_misses += written_out(site)
             context.report.near_misses += _unrolled_recurrences(site)
         return False
 
@@ -96,7 +95,7 @@ def _unrolled_recurrences(site: Site) -> Iterator[NearMiss]:
             if before or node in nodes:
                 steps.update(dict.fromkeys(node.outputs, before + (node in nodes)))
         names = names_of(nodes)
-        if max(steps.values()) >= _FEWEST and _has_gradient(site, {v for node in nodes for v in node.outputs}):
+        if max(steps.values()) >= _FEWEST and has_gradient(site, {v for node in nodes for v in node.outputs}):
             reason = f"{len(names)} {_RECURRENCE}"
             yield NearMiss(names[-1], str(_operator_of(weight)), reason, nodes=names)
 
@@ -115,71 +114,3 @@ def _operator_of(weight: ir.Value) -> str | None:
     if len(sizes) != 2 or max(sizes) % min(sizes):
         return None
     return _GATES.get(max(sizes) // min(sizes))
-
-
-_SHIFTS = {"Pad", "Concat", "Slice", "Gather", "ScatterND", "ScatterElements"}
-_LOG_SUMS = {"Log", "ReduceLogSumExp"}
-_STEPS = 3  # fewer log-sum-exps of shifted results in a row are no recursion
-
-
-def _unrolled_ctc(site: Site) -> Iterator[NearMiss]:
-    """A recursion in log space, unrolled over time or in a Loop or Scan: the forward of CTC."""
-    chains: dict[ir.Value, tuple[int, bool, tuple[ir.Node, ...]]] = {}
-    longest: tuple[ir.Node, ...] = ()
-    for node in site.graph:
-        before = [chains[v] for v in node.inputs if v is not None and v in chains]
-        count, shifted, steps = max(before, key=lambda c: c[:2], default=(0, False, ()))
-        if node.op_type in CONTRACTIONS:
-            continue
-        if node.op_type in _LOG_SUMS and (shifted or not count):
-            count, shifted, steps = count + 1, False, (*steps, node)
-            longest = max(longest, steps, key=len)
-        elif node.op_type in _SHIFTS:
-            shifted = True
-        if count:
-            chains.update((v, (count, shifted, steps)) for v in node.outputs)
-    if len(longest) > _STEPS and _has_gradient(site, {v for node in longest for v in node.outputs}):
-        *_, last = names = names_of(longest)
-        yield NearMiss(last, "CtcLossBackward", f"a recursion of {len(names)} steps in log space, {_CTC}", nodes=names)
-    for node in site.graph:
-        for attr in node.attributes.values():
-            if node.op_type in ("Loop", "Scan") and attr.type == ir.AttributeType.GRAPH:
-                inner = _recursion(attr.as_graph())
-                if inner is not None:
-                    yield NearMiss(names_of([node])[0], "CtcLossBackward", f"a {node.op_type} in log space, {_CTC}")
-
-
-_CTC = (
-    "as CTC has it: a CTC loss that is written out is not matched, as its backward depends on how it was written; "
-    "put aclnn::CtcLoss and CtcLossBackward into the graph when it is exported"
-)
-
-
-def _has_gradient(site: Site, values: set[ir.Value]) -> bool:
-    """Whether an output of the graph depends on the values and has the shape of an input or weight: its gradient."""
-    initializers = [v for v in site.graph.initializers.values() if len(v.shape or ()) > 1]
-    weights = [list(v.shape) for v in (*site.graph.inputs, *initializers) if v.dtype in TOLERANCE and v.shape]
-    later = set(values)
-    for node in site.graph:
-        if any(v in later for v in node.inputs):
-            later.update(node.outputs)
-    # onnx-ad gives gradients a further dimension at the end.
-    shapes = [list(v.shape) for v in site.graph.outputs if v in later and v.shape is not None]
-    return any(shape[: len(weight)] == weight for shape in shapes for weight in weights)
-
-
-def _recursion(body: ir.Graph) -> ir.Node | None:
-    """The log-sum-exp of shifted states in the body of a Loop or Scan, if it gives a state again."""
-    state = {v: False for v in body.inputs if v.dtype in TOLERANCE}
-    summed: dict[ir.Value, ir.Node] = {}
-    for node in body:
-        known = [v for v in node.inputs if v is not None and v in state]
-        before = next((summed[v] for v in node.inputs if v is not None and v in summed), None)
-        if node.op_type in _LOG_SUMS and any(state[v] for v in known):
-            before = node
-        if known:
-            shifted = any(state[v] for v in known) or node.op_type in _SHIFTS
-            state.update((v, shifted) for v in node.outputs)
-        if before is not None:
-            summed.update((v, before) for v in node.outputs)
-    return next((summed[v] for v in body.outputs if v in summed), None)

@@ -216,6 +216,41 @@ def test_a_recursion_in_log_space_in_a_scan() -> None:
     assert explain(parsed(SCAN.replace("FUNCTION", "Tanh"))).regions == ()
 
 
+LOG_SUMS = {
+    "Softplus": "gap = Sub(moved{0}, a{0})  soft{0} = Softplus(gap)  sum{0} = Add(a{0}, soft{0})",
+    "ReduceLogSumExp": """one{0} = Unsqueeze(a{0}, axes)  two{0} = Unsqueeze(moved{0}, axes)
+        both{0} = Concat<axis = 0>(one{0}, two{0})  sum{0} = ReduceLogSumExp<keepdims = 0>(both{0}, axes)""",
+    "LogSoftmax": """one{0} = Unsqueeze(a{0}, axes)  two{0} = Unsqueeze(moved{0}, axes)
+        both{0} = Concat<axis = 0>(one{0}, two{0})  logs{0} = LogSoftmax<axis = 0>(both{0})
+        first{0} = Gather(logs{0}, zero)  sum{0} = Sub(a{0}, first{0})""",
+}
+
+
+@pytest.mark.parametrize("way", [*LOG_SUMS, "of probabilities"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_recursion_over_alignments_that_is_unrolled(way: str, trains: bool) -> None:
+    """Its gradient is an output, in another order of dimensions; without it, it is a forward pass."""
+    product = "whole{0} = Add(a{0}, moved{0})  p{0} = Mul(whole{0}, row{0})  n{0} = ReduceSum(p{0}, last)"
+    step = LOG_SUMS.get(way, product).replace("gap", "gap{0}")
+    end = "b{0} = Div(p{0}, n{0})" if way == "of probabilities" else "b{0} = Add(sum{0}, row{0})"
+    lines = ["a1 = Gather(x, zero)"]
+    for k in range(1, 5):
+        lines += [
+            f"k{k} = Constant<value_int = {k}>()  row{k} = Gather(x, k{k})  moved{k} = Pad(a{k}, pads)",
+            f"{step.format(k)}  {end.format(k)}".replace(f"b{k}", f"a{k + 1}"),
+        ]
+    text = f"""m (float[6,2,5] x) => (float[2,5] result, float[2,6,5] x_grad) {{
+        pads = Constant<value_ints = [0,1,0,-1]>()  axes = Constant<value_ints = [0]>()
+        last = Constant<value_ints = [1]>()  zero = Constant<value_int = 0>()
+        {"  ".join(lines)}
+        result = Identity(a5)  turned = Transpose<perm = [1, 0, 2]>(x)
+        state = Unsqueeze({"a5" if trains else "a1"}, last)  x_grad = Mul(turned, state)
+    }}"""
+    regions = [region for region in explain(parsed(text)).regions if region.op == "CtcLossBackward"]
+    assert [region.status for region in regions] == ["unmatched"] * trains
+    assert all(" steps " in one.reason and ("probabilities" in one.reason) == (way in one.reason) for one in regions)
+
+
 def test_the_text_and_the_data_say_the_same() -> None:
     explanation: Explanation = explain(small_models.attention())
     (region,) = explanation.regions

@@ -50,6 +50,7 @@ FEEDS: Feeds = {
     "dy": RNG.normal(size=(ROWS, WIDTH)).astype(np.float32),
     "dy3": RNG.normal(size=(3, 4, WIDTH)).astype(np.float32),
     "ends": np.asarray([2, 2, 7]),
+    "offsets": np.asarray([1, 3, 3, 6]),
     "bounds": np.asarray([2, 5]),
     "marks": np.asarray([0, 0, 1, 0, 1, 0, 0], bool),
     "steps": np.asarray([0, 0, 1, 0, 1, -1, 1]),
@@ -883,6 +884,52 @@ def _between_offsets(g: GraphBuilder) -> str:
     return g.op("MatMul", number(g, inside), given(g, "dy"))
 
 
+def _offsets(g: GraphBuilder) -> Sequence[str]:
+    """Where each group starts and ends, of the offsets of ragged rows, the first of which need not be 0."""
+    offsets = given(g, "offsets")
+    return [g.op("Slice", offsets, g.ints(k), g.ints(k + GROUPS), g.ints(0)) for k in range(2)]
+
+
+def _between_given_offsets(g: GraphBuilder) -> str:
+    start, end = _offsets(g)
+    rows = g.constant(np.arange(ROWS)[:, None], np.int64)
+    inside = g.op("And", g.op("Not", g.op("Less", rows, start)), g.op("Less", rows, end))
+    masked = g.op("Where", last(g, inside), g.op("Unsqueeze", given(g, "dy"), g.ints(1)), g.constant(0.0))
+    return g.sum(masked, 0, 0)
+
+
+def _of_running_sums_at_offsets(g: GraphBuilder) -> str:
+    sums = g.op("Pad", _running(g, given(g, "dy")), g.ints(1, 0, 0, 0))
+    start, end = (g.op("Gather", sums, index) for index in _offsets(g))
+    return g.op("Sub", end, start)
+
+
+def _of_running_sums_ahead(g: GraphBuilder) -> str:
+    """Running sums of the rows ahead of each, with a row of zeros at the end so that the last sum is there."""
+    sums = _running(g, g.op("Pad", given(g, "dy"), g.ints(0, 0, 1, 0)), exclusive=1)
+    ends = given(g, "ends")
+    return g.op("Sub", g.op("Gather", sums, ends), g.op("Gather", sums, _starts(g, ends)))
+
+
+def _masks_exclude(g: GraphBuilder) -> str:
+    rows, ends = g.constant(np.arange(ROWS)[None], np.int64), given(g, "ends")
+    below, before = (g.op("Less", rows, last(g, e)) for e in (ends, _starts(g, ends)))
+    return g.op("MatMul", number(g, g.op("Xor", below, before)), given(g, "dy"))
+
+
+def _rows_of_twos(g: GraphBuilder) -> str:
+    """The first six rows, two a group, by row numbers that nodes repeat."""
+    index = g.op("Reshape", g.op("Tile", last(g, arange(g, GROUPS)), g.ints(1, 2)), g.ints(-1))
+    rows = g.op("Slice", given(g, "dy"), g.ints(0), g.ints(2 * GROUPS), g.ints(0))
+    blank = g.constant(np.zeros((GROUPS, WIDTH)))
+    return g.op("ScatterND", blank, last(g, index), g.op("Neg", rows), reduction="add")
+
+
+def _pooled(g: GraphBuilder, op: str, **attributes: Any) -> str:
+    pooled = g.op(op, g.op("Transpose", given(g, "dy3"), perm=[0, 2, 1]), **attributes)
+    return g.op("Mul", g.op("Squeeze", pooled, g.ints(2)), g.constant(4.0))
+
+
 def _marked(g: GraphBuilder, starts: str, marks: str) -> str:
     """[R]: how many groups start before the row ends."""
     blank = g.constant(np.zeros(ROWS), np.int64)
@@ -955,6 +1002,14 @@ REPEATED: dict[str, Build] = {
 
 GROUPED_BIAS: dict[str, Build] = {
     **REPEATED,
+    "between offsets that are given": _between_given_offsets,
+    "differences of running sums at offsets": _of_running_sums_at_offsets,
+    "differences of running sums of the rows ahead": _of_running_sums_ahead,
+    "masks that exclude each other": _masks_exclude,
+    "rows by repeated numbers": _rows_of_twos,
+    "transposed, the last axis": lambda g: g.sum(g.op("Transpose", given(g, "dy3"), perm=[0, 2, 1]), -1, 0),
+    "means of pooling, times their rows": lambda g: _pooled(g, "AveragePool", kernel_shape=[4]),
+    "means of global pooling, times their rows": lambda g: _pooled(g, "GlobalAveragePool"),
     "differences of running sums": lambda g: _of_running_sums(g, padded=True),
     "blocks of rows": lambda g: _scattered(g, g.op("Div", arange(g, ROWS), g.constant(3, np.int64))),
     "means of blocks, times their rows": lambda g: g.op(
