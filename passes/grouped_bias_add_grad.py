@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -114,7 +114,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         form, own = site.forms.relative(root, grad)
         if not form.poly:
             return None
-        ways = (self._static_ends, self._masked_rows, self._sorted_index)
+        ways: tuple[Callable[..., Rewrite | None], ...] = (self._static_ends, self._masked_rows, self._sorted_index)
         if len(form.poly) == 1:
             ways = (self._equal_groups, self._blocks, self._given_ends, self._sorted_index)
         miss: Mismatch | None = None
@@ -241,9 +241,9 @@ class FuseGroupedBiasAddGradPass(FusePass):
                 both = algebra.mul(below, ahead)
                 for mask in (below - ahead, below - both, below + ahead - both.scaled(2.0)):
                     if form.poly.close_to(_summed(algebra, own, mask, row), 1e-9):
-                        ends = algebra.substitute(end, before) if first else end
+                        last = algebra.substitute(end, before) if first else end
                         count = groups + number(first)
-                        return self._with_given_ends(site, builder, root, grad, ends, count, False, form, own, first)
+                        return self._with_given_ends(site, builder, root, grad, last, count, False, form, own, first)
         return None
 
     def _sorted_index(

@@ -221,8 +221,8 @@ def _average_pool() -> type:
             if any(map(any, pads)) or any(step != 1 for step in dilations) or options.get("ceil_mode"):
                 raise NotImplementedError("only windows of neighbours within the image")
             axes = tuple(range(2, x.ndim))
-            windows = np.lib.stride_tricks.sliding_window_view(x, kernel, axes)
-            windows = windows[(..., *(slice(None, None, s) for s in strides), *(slice(None) for _ in kernel))]
+            own: Any = (..., *(slice(None, None, s) for s in strides), *(slice(None) for _ in kernel))
+            windows = np.lib.stride_tricks.sliding_window_view(x, kernel, axes)[own]
             return (windows.mean(tuple(range(x.ndim, windows.ndim))),)
 
     return AveragePool
