@@ -164,7 +164,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
     ) -> Rewrite | None:
         """Groups of equal size whose rows are one dimension."""
         algebra = site.algebra
-        if not _same_columns(form, own):
+        if not _same_columns(form, own) or len(own.sizes) < 2:
             return None
         groups, rows = form.sizes[0].integer, own.sizes[0].integer
         if not groups or not rows or rows % groups or groups in (1, rows):
