@@ -23,6 +23,7 @@ from gradfuse.passes.matching import (
     Rewrite,
     Site,
     find_mask,
+    flattened_softmaxes,
     materialise,
     names_of,
     require_same,
@@ -31,6 +32,10 @@ from gradfuse.passes.matching import (
 from gradfuse.passes.reading import Form
 from gradfuse.passes.report import NearMiss
 
+_OF_AXES = (
+    "its classes are several axes together, as a softmax up to default opset 12 has them, and the rule reads those "
+    "of one"
+)
 _NO_ONE_HOT = (
     "the backward of a log-softmax, but nothing shows that what comes into it is a one-hot of class indices, which the "
     "operator takes: probability targets, a one-hot that is an input, or another loss"
@@ -99,6 +104,11 @@ class FuseCrossEntropyLossGradPass(FusePass):
         """Other losses on a log-softmax: p T + R with T = -sum(R), but R is not a [j = target] + b."""
         algebra = site.algebra
         for node in site.graph:
+            if node.op_type == "Sub" and not node.domain and any(v in flattened_softmaxes(site) for v in node.inputs):
+                forms = [site.forms.get(value) for value in node.inputs if value is not None]
+                if any(a.kind == "eq" for form in forms if form is not None for a in _atoms(algebra, form.poly)):
+                    yield NearMiss(names_of([node])[0], self.operator, _OF_AXES)
+                    continue
             if node.domain == custom_ops.DOMAIN or (node.op_type in VIEWS and node.domain == ""):
                 continue
             for value in node.outputs:

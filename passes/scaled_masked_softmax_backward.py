@@ -12,6 +12,8 @@ import onnx_ir as ir
 
 from gradfuse.passes.algebra import ONE, UNIT, ZERO, Algebra, Atom, Monomial, Poly, TooComplex
 from gradfuse.passes.matching import (
+    OTHERWISE,
+    TOLERANCE,
     Builder,
     FusePass,
     Mismatch,
@@ -20,6 +22,8 @@ from gradfuse.passes.matching import (
     Site,
     divides,
     find_mask,
+    flattened_softmaxes,
+    normalizing,
     require_same,
     softmaxes,
 )
@@ -52,6 +56,9 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
         form = site.forms.form(root)
         candidates = _candidates(site, form)
         found = self.first_bound(builder, (partial(self._bound, site, builder, root, form, *c) for c in candidates))
+        if found is None:
+            of_axes = (partial(_bound_of_axes, site, builder, root, c) for c in _of_several_axes(site, root))
+            found = self.first_bound(builder, of_axes)
         if found is not None or not _may_go_through_values(site, form):
             return found
         if self._through is None or self._through[0] is not site:
@@ -66,6 +73,9 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
         return None if found is None else replace(found, runs=frozenset(n for one in used for n in one.products))
 
     def possible(self, site: Site, form: Form) -> bool:
+        sums = [site.algebra.atoms[a] for m in form.poly.terms for a, _ in m if site.algebra.atoms[a].kind == "sum"]
+        if any(len(atom.args[0]) > 1 for atom in sums) or (sums and flattened_softmaxes(site)):
+            return True
         return any(True for _ in _candidates(site, form)) or _may_go_through_values(site, form)
 
     def _bound(
@@ -111,6 +121,74 @@ class FuseScaledMaskedSoftmaxBackwardPass(FusePass):
         ordered = [v for group in layout for v in group]
         output = builder.arrange(fused, ordered, [list(form.variables(a)) for a in range(len(form.groups))], sizes)
         return builder.rewrite("softmax-backward", [fused], output)
+
+
+@dataclass(frozen=True)
+class _OfAxes:
+    """A softmax along several axes, and the gradient that it is multiplied with in a sum."""
+
+    y: ir.Value
+    g: ir.Value
+    axes: tuple[int, ...]
+
+
+def _of_several_axes(site: Site, root: ir.Value) -> Iterator[_OfAxes]:
+    """The factors of products that are summed behind a value, of which one is a softmax along several axes."""
+    node = root.producer()
+    if node is None or node.domain or node.op_type not in normalizing.CALCULATIONS:
+        return
+    flattened = flattened_softmaxes(site)
+    for total, above in normalizing.arithmetic(site, root):
+        for value in normalizing.summed(site, above):
+            product = site.first(value).producer()
+            if product is None or product.op_type != "Mul" or product.domain or None in product.inputs:
+                continue
+            for y, g in itertools.permutations(v for v in product.inputs if v is not None):
+                if not all(site.knows(v) for v in (y, g, total)) or site.extents(y) != site.extents(g):
+                    continue
+                whole, left = site.extents(y), site.extents(total)
+                if len(left) != len(whole):
+                    continue
+                axes = tuple(axis for axis, size in enumerate(whole) if left[axis] == UNIT != size)
+                if y in flattened or (len(axes) > 1 and _adds_up_to_1(site, y, axes)):
+                    yield _OfAxes(y, g, axes)
+
+
+def _adds_up_to_1(site: Site, y: ir.Value, axes: Sequence[int]) -> bool:
+    """Whether a value is a distribution along some axes."""
+    form = site.forms.form(y)
+    sizes = dict(enumerate(form.sizes))
+    along = {v: sizes[v] for axis in axes for v in form.variables(axis)}
+    return site.algebra.sum(form.poly, along, sizes) == UNIT
+
+
+def _bound_of_axes(site: Site, builder: Builder, root: ir.Value, one: _OfAxes) -> Rewrite:
+    """K (y g - y sum(y g)) with sums over several axes, which are rows to the operator."""
+    algebra, y, g = site.algebra, one.y, one.g
+    if root.dtype not in TOLERANCE or root.dtype != y.dtype or root.dtype != g.dtype:
+        raise Mismatch("it is computed of tensors of several types")
+    own, *given = site.forms.relative(root, y, g)
+    groups, (p, q) = site.forms.broadcast(given)
+    whole = Form(groups, ZERO)
+    sizes = dict(enumerate(whole.sizes))
+    along = [v for axis in one.axes for v in whole.variables(axis)]
+    total = algebra.sum(algebra.mul(p, q), {v: sizes[v] for v in along}, sizes)
+    inside = site.forms.regrouped(Form(groups, algebra.mul(p, q - total)), site.extents(root), reshaped=True)
+    scale = algebra.ratio(own.poly, inside.poly) if own.poly and inside.poly else None
+    factor = 0.0 if scale is None or scale.constant is None else float(np.float32(scale.constant))
+    if not factor or own.groups != inside.groups:
+        raise Mismatch(OTHERWISE)
+    require_same(site, root, inside.poly.scaled(factor), own.poly)
+    if not _SMALLEST <= abs(factor) <= _LARGEST:
+        raise Mismatch(f"its scale {factor:.6g} is no float32")
+    layout = [[], [], [v for v in sizes if v not in along], along]
+    inputs = [builder.arrange(value, list(sizes), layout, sizes) for value in (g, y)]
+    rows = [algebra.product(sizes[v] for v in group) for group in layout]
+    fused = builder.fused(FuseScaledMaskedSoftmaxBackwardPass.operator, inputs, rows, scale=factor, fix_triu_mask=0)
+    ordered = [v for group in layout for v in group]
+    output = builder.arrange(fused, ordered, [list(whole.variables(axis)) for axis in range(len(groups))], sizes)
+    rewrite = builder.rewrite("softmax-backward", [fused], builder.reshape(output, site.extents(root)))
+    return replace(rewrite, frontier=(y, g))
 
 
 @dataclass(frozen=True)

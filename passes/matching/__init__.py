@@ -12,7 +12,7 @@ from gradfuse.passes.matching.graphs import TOLERANCE, VIEWS, is_node_of_trainin
 from gradfuse.passes.matching.materialise import find_mask, materialise
 from gradfuse.passes.matching.rewrite import OTHERWISE, Mismatch, Rewrite, bypassed, require_same
 from gradfuse.passes.matching.site import Site
-from gradfuse.passes.matching.softmax import divides, softmaxes
+from gradfuse.passes.matching.softmax import divides, flattened_softmaxes, softmaxes
 
 __all__ = [
     "OTHERWISE",
@@ -29,6 +29,7 @@ __all__ = [
     "bypassed",
     "divides",
     "find_mask",
+    "flattened_softmaxes",
     "is_node_of_training",
     "materialise",
     "names_of",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import onnx_ir as ir
+
 from gradfuse.passes.algebra import Algebra, Monomial, Poly
+from gradfuse.passes.matching.site import Site
 
 
 def softmaxes(algebra: Algebra, poly: Poly, variables: Iterable[int]) -> Iterator[tuple[Poly, int]]:
@@ -30,3 +33,14 @@ def divides(factor: Monomial, monomial: Monomial) -> bool:
     """Whether the monomial has every power of the factor, or a higher one of the same sign."""
     powers = {a: float(e) for a, e in monomial}
     return all(powers.get(a, 0.0) * float(e) > 0 and abs(powers[a]) >= abs(float(e)) for a, e in factor)
+
+
+def flattened_softmaxes(site: Site) -> frozenset[ir.Value]:
+    """Views of softmaxes over several axes together, which default opset 12 has, and which become one of rows."""
+
+    def is_flattened(node: ir.Node) -> bool:
+        scores = node.inputs[0] if node.op_type == "Softmax" and not node.domain and node.inputs else None
+        view = None if scores is None else scores.producer()
+        return view is not None and view.op_type in ("Flatten", "Reshape") and not view.domain
+
+    return site.reached("flattened softmaxes", is_flattened, {"Reshape", "Flatten", "Identity", "Unsqueeze", "Squeeze"})

@@ -150,6 +150,19 @@ SCALES: dict[str, Callable[[GraphBuilder, str], str]] = {
 }
 
 
+def _of_two_axes(g: GraphBuilder, first: int, flat: bool) -> str:
+    """Of a softmax over two axes together: by its sums, or flattened, as converting from default opset 12 gives it."""
+    s, u = given(g, "s"), given(g, "u")
+    if flat:
+        rows = g.op("Softmax", g.op("Flatten", s, axis=first), axis=-1)
+        y = g.op("Reshape", rows, g.op("Shape", s))
+    else:
+        e = g.op("Exp", s)
+        y = g.op("Div", e, g.op("ReduceSum", e, g.ints(first, first + 1)))
+    total = g.op("ReduceSum", g.op("Mul", u, y), g.ints(first, first + 1))
+    return g.op("Mul", g.op("Mul", y, g.constant(-0.5)), g.op("Sub", u, total))
+
+
 def _jacobian(g: GraphBuilder) -> str:
     """diag(y) - y y^T, times the gradient."""
     y, u = g.op("Softmax", given(g, "z")), given(g, "x")
@@ -228,6 +241,9 @@ SOFTMAX: dict[str, Build] = {
     **{f"scale: {k}": lambda g, way=way: way(g, softmax_gradient(g)) for k, way in SCALES.items()},  # type: ignore[misc]
     "the whole Jacobian, Einsum": _jacobian,
     "the whole Jacobian, MatMul": _jacobian_of_columns,
+    "two axes, flattened": lambda g: _of_two_axes(g, 2, flat=True),
+    "two axes, summed": lambda g: _of_two_axes(g, 2, flat=False),
+    "two axes in the middle": lambda g: _of_two_axes(g, 1, flat=False),
     "sizes without names, but that of the rows": _nameless_sizes,
     "along another axis": _another_axis,
     "beside a sink": _beside_a_sink,
