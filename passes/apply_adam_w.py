@@ -406,6 +406,11 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Moments) -> Rew
     require_types(site, root, dict(zip(names, tensors, strict=True)), [uncast(root), mean.value, square.value])
 
     inputs = [*tensors, _rate(builder, update), _step(site, builder, update.count)]
+    if _is_by_difference(site, square):
+        # What is infinite becomes NaN there. The operator keeps it, and the parameter would stay as it is.
+        before, extents = square.before, site.extents(square.before)
+        nothing = builder.op("Sub", [before, before], before.dtype, extents)
+        inputs[len(names) - 1] = builder.op("Add", [before, nothing], before.dtype, extents)
     if scale.values or scale.number != 1:
         inputs.append(single_number(builder, scale.values, scale.number))
     new = builder.fused_whole(
@@ -436,6 +441,13 @@ def _bound(site: Site, builder: Builder, root: ir.Value, found: _Moments) -> Rew
         positive=frozenset(rates),
         elementwise=True,
     )
+
+
+def _is_by_difference(site: Site, average: _Average) -> bool:
+    """Whether a moving average is v + (new - v) share, as Keras and lerp have it, and not (1 - share) v + share new."""
+    node = uncast(average.value).producer()
+    inputs = [] if node is None else [value for value in node.inputs if value is not None]
+    return any(plain(site, value) is average.before for value in inputs) and len(inputs) > 1
 
 
 def _rate(builder: Builder, update: _Update) -> ir.Value:

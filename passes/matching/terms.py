@@ -7,6 +7,7 @@ values that are taken as they are, and corrections ``1 - base ** count`` of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ _SUMS = {"Add", "Sub", "Neg", "Sum", "Identity"}
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0}
 _COMPARISONS = ("Less", "LessOrEqual", "Greater", "GreaterOrEqual")
 _LARGEST = 2**31 - 1  # number of steps that is told from others
+_DECIMALS = 7  # of the base of a power whose logarithm was rounded
+_LOST = 2.0**-23  # by rounding a logarithm
 _NODES = 96  # that are read for one value
 _PRODUCTS = 16  # of terms
 
@@ -256,6 +259,8 @@ class _Reading:
                 return self._to_the(inputs[0], 0.5)
             case "Pow", 2:
                 return self._power(*inputs) or own
+            case "Exp", 1:
+                return self._exponential(inputs[0]) or own
             case "Where", 3 if (taken := chosen(self._site, node)) is not None:
                 return self.terms(taken)
         return own
@@ -268,6 +273,22 @@ class _Reading:
             return self._to_the(base, power)
         count = count_of(self._site, exponent) if number is not None else None
         return None if number is None or count is None else {_of(Power(number, count)): 1.0}
+
+    def _exponential(self, exponent: ir.Value) -> Terms | None:
+        """A constant to the power of a count, written as e to the power of its logarithm times the count."""
+        node = plain(self._site, exponent).producer()
+        if node is None or node.domain or node.op_type != "Mul" or None in node.inputs:
+            return None
+        operands = [value for value in node.inputs if value is not None]
+        for logarithm, value in (operands, operands[::-1]):
+            number, count = constant(self._site, logarithm), count_of(self._site, value)
+            if number is not None and number < 0 and count is not None:
+                base = math.exp(number)
+                short = round(base, _DECIMALS)
+                if 0 < short < 1 and abs(math.log(short) - number) <= _LOST * abs(number):
+                    base = short
+                return {_of(Power(base, count)): 1.0}
+        return None
 
     def _to_the(self, value: ir.Value, exponent: float) -> Terms:
         """A power of a value; that of the value itself where its parts have none."""

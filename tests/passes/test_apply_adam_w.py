@@ -42,6 +42,8 @@ SQUARES = {
     "square = Sum(new_square, old_square)",
     "of a power": "two = Constant<value_float = 2.0>() both = Pow(g, two) old_square = Mul(kept2, v) "
     "new_square = Mul(both, rest2) square = Add(new_square, old_square)",
+    # As Keras has it: an infinity becomes NaN.
+    "by a difference": "both = Mul(g, g) change2 = Sub(both, v) part2 = Mul(change2, rest2) square = Add(v, part2)",
 }
 STEPS = {
     "corrected moments": "high = Div(mean, rest1_power) low = Div(square, rest2_power) root = Sqrt(low) "
@@ -303,6 +305,33 @@ def _with_own_rate(name: str, given: Mapping[str, Array], dtype: Any, decay: flo
     rate = dtype(given["rate"] * np.sqrt(1 - of_square) / (1 - of_mean))
     start = p * dtype(1 - given["rate"] * decay)
     return {"moved": start - rate * mean / (np.sqrt(square) + dtype(1e-8)), "mean": mean, "square": square}
+
+
+def test_an_infinite_average_becomes_nan_where_the_graph_makes_it_so() -> None:
+    model = Update(square="by a difference").model()
+    result, report = fused(model)
+    assert operators(report) == ["ApplyAdamW"], report
+    given = feeds()
+    given["v"].flat[2] = np.inf
+    wanted, got = run(model, given), run(result, given)
+    for name in ("moved", "square"):
+        assert np.isnan(wanted[name].flat[2]) and np.isfinite(wanted[name]).sum() == given["v"].size - 1
+        np.testing.assert_array_equal(np.isnan(got[name]), np.isnan(wanted[name]))
+
+
+def test_powers_by_the_logarithms_of_the_betas() -> None:
+    changes = tuple(
+        (
+            f"power{k} = Pow(beta{k}, count)",
+            f"log{k} = Constant<value = double {{{float(np.log(beta))!r}}}>() times{k} = Mul(count, log{k}) "
+            f"power{k} = Exp(times{k})",
+        )
+        for k, beta in ((1, 0.9), (2, 0.999))
+    )
+    result, report = fused(Update(changed=changes).model())
+    assert operators(report) == ["ApplyAdamW"], report
+    plain = fused(Update().model())[0]
+    np.testing.assert_array_equal(run(result, feeds())["moved"], run(plain, feeds())["moved"])
 
 
 @pytest.mark.parametrize("name", OWN_RATE)

@@ -219,7 +219,8 @@ def test_a_recursion_in_log_space_in_a_scan() -> None:
 def test_cross_entropy_over_several_axes() -> None:
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 11]>
         m (float[2,4,5] x, int64[2] t) => (float[2,4,5] d) {
-            p = Softmax<axis = 1>(x)  depth = Constant<value = int64 {20}>()  shape = Constant<value = int64[3] {2,4,5}>()
+            p = Softmax<axis = 1>(x)  depth = Constant<value = int64 {20}>()
+            shape = Constant<value = int64[3] {2,4,5}>()
             values = Constant<value = float[2] {0.0, 1.0}>()  hot = OneHot(t, depth, values)
             target = Reshape(hot, shape)  d = Sub(p, target)
         }""")
