@@ -7,6 +7,7 @@ at here: the numerical proof runs it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, Poly
 from gradfuse.passes.matching import TOLERANCE, Builder, FusePass, Mismatch, Rewrite, Site, names_of, softmaxes
-from gradfuse.passes.matching.attention import Written, pays, written
+from gradfuse.passes.matching.attention import FEWEST_SCORES, Written, pays, written
 from gradfuse.passes.matching.attention_operands import Matrices, Operands, in_graph, matrices, source
 from gradfuse.passes.matching.cost import ASSUMED_DIM
 from gradfuse.passes.matching.rewrite import superfluous
@@ -69,19 +70,36 @@ class FuseScaledDotProductAttentionBackwardPass(FusePass):
             if (node.op_type not in _ALIKE or len(node.inputs) != 2) or node.outputs[0].dtype not in TOLERANCE:
                 continue
             value = node.inputs[0]
-            if value is None or not site.knows(value) or not _is_long(site.extents(value)):
+            if value is None or not site.knows(value):
                 continue
-            if _is_softmax(site, value) and _is_read_turned(site, value, node):
+            if not _is_long(site.extents(value)):
+                yield from _few(site, node)
+            elif _is_softmax(site, value) and _is_read_turned(site, value, node):
                 yield NearMiss(names_of([node])[0], self.operator, _OTHERWISE)
 
 
-def _backward(site: Site, root: ir.Value) -> _Backward | None:
+def _few(site: Site, node: ir.Node) -> Iterator[NearMiss]:
+    """What the rule would have proposed at a product of probabilities and a gradient, for more of them."""
+    factors = None
+    with contextlib.suppress(Mismatch):
+        if _backward(site, node.outputs[0], few=True) is not None:
+            factors = _factors(site, node)
+    for one in factors or ():
+        if site.knows(one.value) and _is_softmax(site, one.value):
+            rows, keys = (size.integer or ASSUMED_DIM for size in site.extents(one.value)[-2:])
+            reason = f"its heads have {rows} x {keys} scores, and the operator is worth it from {FEWEST_SCORES} on"
+            yield NearMiss(names_of([node])[0], FuseScaledDotProductAttentionBackwardPass.operator, reason)
+            return
+
+
+def _backward(site: Site, root: ir.Value, *, few: bool = False) -> _Backward | None:
+    """The backward pass that a product is part of, of heads with scores enough, or with fewer."""
     factors = _factors(site, root.producer())
     if factors is None:
         return None
     left, right = factors
     for p, grad_output, turned in ((left.transposed, right, False), (right, left.transposed, True)):
-        if p.turned or not site.knows(p.value) or not _is_long(site.extents(p.value)):
+        if p.turned or not site.knows(p.value) or _is_long(site.extents(p.value)) == few:
             continue
         for last, index in _readers(site, p.value):
             if index or (last.domain, last.op_type) != _PRODUCTS[0] or last.graph is not site.graph:

@@ -228,6 +228,24 @@ def test_cross_entropy_over_several_axes() -> None:
     assert region.op == "CrossEntropyLossGrad" and "several axes together" in region.reason
 
 
+@pytest.mark.parametrize(("tokens", "status"), [(4, "unmatched"), (256, "fuses")])
+def test_attention_of_few_tokens(tokens: int, status: str) -> None:
+    """Of few, its softmax is fused, and the reason why the rest is not is told."""
+    whole = f"float[1,2,{tokens},8]"
+    given, results = (", ".join(f"{whole} {name}" for name in names) for names in ("qkvg", ("o", "dq", "dk", "dv")))
+    model = parsed(f"""m ({given}) => ({results}) {{
+        kt = Transpose<perm = [0,1,3,2]>(k)  vt = Transpose<perm = [0,1,3,2]>(v)  last = Constant<value_ints = [-1]>()
+        s = MatMul(q, kt)  p = Softmax<axis = -1>(s)  o = MatMul(p, v)  pt = Transpose<perm = [0,1,3,2]>(p)
+        dv = MatMul(pt, g)  dp = MatMul(g, vt)  w = Mul(dp, p)  total = ReduceSum(w, last)  less = Sub(dp, total)
+        ds = Mul(p, less)  dq = MatMul(ds, k)  dst = Transpose<perm = [0,1,3,2]>(ds)  dk = MatMul(dst, q)
+    }}""")
+    statuses = {region.op: region for region in explain(model).regions}
+    region = statuses["ScaledDotProductAttentionBackward"]
+    assert region.status == status
+    assert ("4 x 4 scores" in region.reason) == (tokens == 4)
+    assert ("ScaledMaskedSoftmaxBackward" in statuses) == (tokens == 4)
+
+
 LOG_SUMS = {
     "Softplus": "gap = Sub(moved{0}, a{0})  soft{0} = Softplus(gap)  sum{0} = Add(a{0}, soft{0})",
     "ReduceLogSumExp": """one{0} = Unsqueeze(a{0}, axes)  two{0} = Unsqueeze(moved{0}, axes)
