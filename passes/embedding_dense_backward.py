@@ -32,6 +32,7 @@ _BY_TABLE = (
     "its rows are gathered by a table of the rows of each segment, as tf2onnx has it, and a row of zeros is joined to "
     "them; only the sum of the gathered rows over the places of a segment is read as theirs"
 )
+_STEPS = 6  # from a scatter to its index
 _FEW = 3  # columns are enough for the test by numbers: each is the same
 _MOST = 1 << 14  # elements of a result for which all columns are run
 _MOST_WITH_FEW = 1 << 20
@@ -56,7 +57,7 @@ class FuseEmbeddingDenseBackwardPass(FusePass):
             if rows not in site.position or rows.dtype != root.dtype or site.forms.get(rows) is None:
                 continue
             # An index that is counted from the start is one value: the sum over it is several without.
-            for others in [[]] if (wrapped := _wrapped(site, root)) is None else [[], [wrapped]]:
+            for others in ([], *([whole] for whole in _wholes(site, root))):
                 form, own, *index_forms = site.forms.relative(root, rows, *others)
                 ways = _as_summed(site, form, own) if len(form.groups[0]) == 1 else ()
                 found = ((way, index) for way in ways if (index := _index(site.algebra, form, way)) is not None)
@@ -150,14 +151,28 @@ def _counted(site: Site, index: ir.Value, weights: int) -> ir.Value | None:
     return None
 
 
-def _wrapped(site: Site, root: ir.Value) -> ir.Value | None:
-    """What chooses between an index and the same, counted from the end, for a scatter."""
+def _wholes(site: Site, root: ir.Value) -> Iterator[ir.Value]:
+    """The integers that are to be taken as they are for the index of a scatter.
+
+    What chooses between an index and the same, counted from the end; and positions, of which nothing is left in a sum
+    over rows if they are looked into.
+    """
     node = root.producer()
     if node is None or node.domain or node.op_type not in ("ScatterND", "ScatterElements") or node.inputs[1] is None:
-        return None
-    index = _behind(node.inputs[1])
-    above = index.producer()
-    return index if above is not None and above.op_type == "Where" and not above.domain else None
+        return
+    index = node.inputs[1]
+    last = _behind(index).producer()
+    if last is not None and last.op_type == "Where" and not last.domain:
+        yield last.outputs[0]
+        return
+    for _ in range(_STEPS):
+        form, above = site.forms.get(index), index.producer()
+        if form is None or not form.sizes or site.algebra.tensors(form.poly):
+            return
+        yield index
+        if above is None or above.domain or above.op_type not in _KEEPING or above.inputs[0] is None:
+            return
+        index = above.inputs[0]
 
 
 def _tensors_of_rows(site: Site, root: ir.Value) -> Iterator[ir.Value]:

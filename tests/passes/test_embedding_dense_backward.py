@@ -141,6 +141,25 @@ def test_gradient_of_an_embedding_is_fused(name: str) -> None:
     assert_gradients_close(got, _by_pytorch(FEEDS, torch.float32), _by_pytorch(FEEDS, torch.float64), np.float32)
 
 
+@pytest.mark.parametrize("spread", [True, False])
+def test_the_gradient_of_a_table_of_positions_is_fused(spread: bool) -> None:
+    """The positions of each row of the batch: nodes repeat them."""
+
+    def write(g: GraphBuilder) -> str:
+        positions = g.op("Expand", g.constant(np.arange(4)[None], np.int64), g.ints(2, 4))
+        if not spread:
+            return g.op("ScatterND", _blank(g), _column(g, positions), "dy", reduction="add")
+        column = g.op("Expand", g.op("Reshape", positions, g.ints(8, 1)), g.ints(8, WIDTH))
+        return g.op("ScatterElements", _blank(g), column, _rows(g)[0], axis=0, reduction="add")
+
+    result = fuse(_model(write), policy="all")
+    assert [fusion.op for fusion in result.report.fusions] == ["EmbeddingDenseBackward"], result.report
+    (got,) = run(result.model, FEEDS).values()
+    of_positions = {**FEEDS, "index": np.tile(np.arange(4), (2, 1))}
+    native, exact = (_by_pytorch(of_positions, dtype) for dtype in (torch.float32, torch.float64))
+    assert_gradients_close(got, native, exact, np.float32)
+
+
 def _of_scaled_rows(g: GraphBuilder) -> str:
     scaled = g.op("Mul", _rows(g)[0], g.constant(2.0))
     return g.op("Gemm", _one_hot(g), scaled, transA=1)
