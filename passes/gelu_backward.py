@@ -137,14 +137,16 @@ def _units(site: Site, near: Sequence[ir.Value], form: Form) -> Iterator[_Unit]:
             continue
         for x in (inner, *_ahead(site, inner, form, _NEAR_CURVE)):
             at = site.forms.form(x).poly
-            if curve.op_type == "Sigmoid":
-                if inside.poly.close_to(_inside(site, at, "tanh").scaled(2), _CLOSE):
-                    yield _Unit(x, (curve,), _slope(site, at, height.scaled(2) - UNIT), "tanh")
-            elif inside.poly.close_to(_inside(site, at, _CURVES[curve.op_type]), _CLOSE):
-                slopes = (
-                    _slopes_of_erf(site, at, height, near) if curve.op_type == "Erf" else [_slope(site, at, height)]
-                )
-                yield from (_Unit(x, (curve,), slope, _CURVES[curve.op_type]) for slope in slopes)
+            # Curves are odd, and may be of the opposite.
+            for sign in (1.0, -1.0):
+                if curve.op_type == "Sigmoid":
+                    if inside.poly.close_to(_inside(site, at, "tanh").scaled(2 * sign), _CLOSE):
+                        yield _Unit(x, (curve,), _slope(site, at, (height.scaled(2) - UNIT).scaled(sign)), "tanh")
+                elif inside.poly.close_to(_inside(site, at, _CURVES[curve.op_type]).scaled(sign), _CLOSE):
+                    own = height.scaled(sign)
+                    is_erf = curve.op_type == "Erf"
+                    slopes = _slopes_of_erf(site, at, own, near) if is_erf else [_slope(site, at, own)]
+                    yield from (_Unit(x, (curve,), slope, _CURVES[curve.op_type]) for slope in slopes)
 
 
 def _is_product(site: Site, poly: Poly, grad: ir.Value, unit: _Unit) -> bool:

@@ -79,11 +79,19 @@ OWN_SIGMOID = changed(
     SIGMOID,
     ("s = Sigmoid(double)", "negative = Neg(double)  e = Exp(negative)  below = Add(one, e)  s = Reciprocal(below)"),
 )
+OF_OPPOSITES = [
+    changed(ERF, ("e = Erf(scaled)  raised = Add(e, one)", "back = Neg(scaled) e = Erf(back)  raised = Sub(one, e)")),
+    changed(TANH, ("t = Tanh(inner)", "back = Neg(inner)  opposite = Tanh(back)  t = Neg(opposite)")),
+    changed(SIGMOID, ("s = Sigmoid(double)", "back = Neg(double)  left = Sigmoid(back)  s = Sub(one, left)")),
+]
 
 
 @pytest.mark.parametrize(
     "text, approximate",
-    [(ERF, "none"), *((text, "tanh") for text in (TANH, SIGMOID, OWN_SIGMOID, *IN_EXPONENTIALS))],
+    [
+        *((text, "none") for text in (ERF, OF_OPPOSITES[0])),
+        *((text, "tanh") for text in (TANH, SIGMOID, OWN_SIGMOID, *IN_EXPONENTIALS, *OF_OPPOSITES[1:])),
+    ],
 )
 def test_slopes_are_found(text: str, approximate: str) -> None:
     found = fuse(graph(text)).model
