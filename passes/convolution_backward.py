@@ -95,12 +95,34 @@ def _as_products(site: Site, node: ir.Node) -> str | None:
     is_matrix = site.knows(node.outputs[0]) and len(site.extents(node.outputs[0])) == 2
     if is_matrix and first is not None and second is not None and first[:1] + first[2:] == second[:1] + second[2:]:
         return _OF_PIXELS
+    if any(value is not None and _is_seen_by_points(site, value) for value in node.inputs[:2]):
+        return _OF_PIXELS
     others = [_unfolded(site, value) for value in node.inputs[:2] if value is not None]
     unfolded = [one for one in others if one is not None]
     readers = {one for value in unfolded for one in _readers_behind_views(value) if one.op_type in _PRODUCTS}
     # The first of them is the forward pass.
     is_last = len(readers) > 1 and node is max(readers, key=lambda one: site.position.get(one.outputs[0], -1))
     return _UNFOLDED if len(unfolded) == 1 and is_last else None
+
+
+def _is_seen_by_points(site: Site, value: ir.Value) -> bool:
+    """Whether a value is the turned matrices of pixels of an image that a convolution with a kernel of 1 reads."""
+    node = site.first(value).producer()
+    turned = node is not None and not node.domain and node.op_type == "Transpose" and node.inputs[0] is not None
+    if node is None or not turned or not site.knows(value):
+        return False
+    perm = list(attribute(node, "perm", ()))
+    if perm[-2:] != [len(perm) - 1, len(perm) - 2] or perm[:-2] != list(range(len(perm) - 2)):
+        return False
+    image = node.inputs[0]
+    while image is not None and not any(True for _ in _readers(site, image, {"Conv"})):
+        above = image.producer()
+        image = _read(above, "Reshape")
+    for reader, index in _readers(site, image, {"Conv"}) if image is not None else ():
+        weight = reader.inputs[1]
+        if index == 0 and weight is not None and site.knows(weight) and attribute(reader, "group", 1) == 1:
+            return all(size == UNIT for size in site.extents(weight)[2:])
+    return False
 
 
 def _pixels(site: Site, value: ir.Value) -> list[Poly] | None:
@@ -190,12 +212,14 @@ class _Products:
         places: (N, M, ...), with an element for each place of the window.
         window: how it goes.
         node: the convolution that adds them up.
+        turned: whether the root has the channels of the image first, as the convolution gives them.
     """
 
     image: ir.Value
     places: ir.Value
     window: _Window
     node: ir.Node
+    turned: bool = False
 
 
 def _products(site: Site, root: ir.Value) -> _Products | None:
@@ -214,17 +238,17 @@ def _products(site: Site, root: ir.Value) -> _Products | None:
         value = node.inputs[0]
     else:
         return None
-    if changed != 1 or (len(node.inputs) > 2 and node.inputs[2] is not None):
+    if changed > 1 or (len(node.inputs) > 2 and node.inputs[2] is not None):
         return None
     own = _window(node, len(site.extents(root)) - 2)
     left, right = node.inputs[:2]
     assert left is not None and right is not None
-    places = _swapped(site, right)
-    image = None if own is None else _grouped(site, left, own.groups)
+    places = _swapped(site, right, root)
+    image = None if own is None else _grouped(site, left, own.groups, root)
     if own is None or places is None or image is None:
         return None
     window = replace(own, stride=own.dilation, dilation=own.stride)
-    return _Products(image, places, window, node)
+    return _Products(image, places, window, node, turned=not changed)
 
 
 def _window(node: ir.Node, spatial: int) -> _Window | None:
@@ -255,15 +279,24 @@ def _is_cut(site: Site, node: ir.Node) -> bool:
     return len(node.inputs) < 5 or node.inputs[4] is None or (steps is not None and bool((steps == 1).all()))
 
 
-def _swapped(site: Site, value: ir.Value) -> ir.Value | None:
-    node = site.first(value).producer()
-    return node.inputs[0] if node is not None and _is_swap(node) else None
+def _swapped(site: Site, value: ir.Value, root: ir.Value) -> ir.Value | None:
+    """The value of which this one is with batch and channels swapped."""
+    node, form = site.first(value).producer(), site.forms.get(value)
+    if node is not None and _is_swap(node):
+        return node.inputs[0]
+    if node is None or node.domain or node.op_type != "Transpose" or form is None or not site.knows(value):
+        return None
+    # Where channels are last, one transposition does both.
+    order = [1, 0, *range(2, len(form.groups))]
+    swapped, shape = site.forms.moved(form, order), [site.extents(value)[axis] for axis in order]
+    found = site.find(swapped.poly, swapped.sizes, root, dtypes=[value.dtype], shape=shape)
+    return found[0] if found is not None and found[1] == 1.0 and site.extents(found[0]) == shape else None
 
 
-def _grouped(site: Site, value: ir.Value, groups: int) -> ir.Value | None:
+def _grouped(site: Site, value: ir.Value, groups: int, root: ir.Value) -> ir.Value | None:
     """The image (N, G C, ...) of which a value is (C, G N, ...)."""
     if groups == 1:
-        return _swapped(site, value)
+        return _swapped(site, value, root)
     turned = _read(site.first(value).producer(), "Reshape")
     node = None if turned is None else site.first(turned).producer()
     split = _read(node, "Transpose")
@@ -284,9 +317,11 @@ def _read(node: ir.Node | None, kind: str) -> ir.Value | None:
     return None if node is None or node.domain or node.op_type != kind else node.inputs[0]
 
 
-def _bound(site: Site, builder: Builder, root: ir.Value, found: _Products) -> Rewrite:
+def _bound(site: Site, builder: Builder, root: ir.Value, found: _Products) -> Rewrite | None:
     image, places = found.image, found.places
     weight = _weight(site, root, found)
+    if weight is None and found.turned:
+        return None
     if weight is None:
         raise Mismatch("no convolution reads a weight of its shape with these strides, dilations and pads")
     if any(value.dtype != root.dtype for value in (image, places, weight)):
@@ -319,10 +354,14 @@ def _rewrite(
         groups=window.groups,
         output_mask=[int(value is not None) for value in wanted],
     )
-    replaced = [(value, output) for value, output in zip(wanted, outputs, strict=True) if value is not None]
+    new = list(outputs)
+    if found.turned:
+        extents, swap = site.extents(builder.root), [1, 0, *range(2, len(window.stride) + 2)]
+        new[1] = builder.op("Transpose", [outputs[1]], outputs[1].dtype, extents, perm=swap)
+    replaced = [(value, output) for value, output in zip(wanted, new, strict=True) if value is not None]
     (output,) = (output for value, output in replaced if value is builder.root)
     return replace(
-        builder.rewrite("convolution-backward", [output], output),
+        builder.rewrite("convolution-backward", [outputs[1] if found.turned else output], output),
         frontier=(image, places, weight),
         others=tuple(pair for pair in replaced if pair[0] is not builder.root),
         runs=frozenset(runs),
@@ -341,12 +380,15 @@ def _readers(site: Site, value: ir.Value, kinds: set[str]) -> Iterator[tuple[ir.
 
 def _weight(site: Site, root: ir.Value, found: _Products) -> ir.Value | None:
     """The weight of the convolution whose gradient this is, of the root's shape."""
+    extents = site.extents(root)
+    if found.turned:
+        extents = [extents[1], extents[0], *extents[2:]]
     for value, kind in ((found.image, "Conv"), (found.places, "ConvTranspose")):
         for node, index in _readers(site, value, {kind}):
             weight = node.inputs[1]
             if index != 0 or weight is None or not site.knows(weight) or node is found.node:
                 continue
-            if site.extents(weight) == site.extents(root) and site.is_ahead(weight, root):
+            if site.extents(weight) == extents and site.is_ahead(weight, root):
                 own = _window(node, len(site.extents(root)) - 2)
                 same = own is not None and (own.stride, own.dilation, own.groups) == (
                     found.window.stride,

@@ -204,10 +204,47 @@ ALMOST = {
     ],
     "an image that was not turned": [("Transpose<perm = [1, 0, 2, 3]>(x)", "Transpose<perm = [1, 0, 3, 2]>(x)")],
     "places that were not turned": [("Transpose<perm = [1, 0, 2, 3]>(g)", "Transpose<perm = [1, 0, 3, 2]>(g)")],
-    "a result that was turned otherwise": [
-        ("whole = Transpose<perm = [1, 0, 2, 3]>", "whole = Transpose<perm = [1, 0, 3, 2]>")
-    ],
 }
+
+
+@pytest.mark.parametrize("composed", [True, False])
+def test_channels_that_are_last(composed: bool) -> None:
+    """Images and weights as TensorFlow has them, with transpositions apart, or one for all that is to be swapped."""
+    case = Convolution((6, 5), (3, 2))
+    shapes = {"g": (3, *case.places, 4), "x": (3, 6, 5, 2), "w": (3, 2, 2, 4)}
+    image, gradient = ("x", "g") if composed else ("image", "places")
+    perm = [3, 0, 1, 2] if composed else [1, 0, 2, 3]
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 18]>
+        f ({", ".join(f"float{list(shape)} {name}" for name, shape in shapes.items())})
+            => (float[3,4,4,4] y, float[3,6,5,2] grad_input, float[3,2,2,4] grad_weight) {{
+            image = Transpose<perm = [0,3,1,2]>(x)  kernel = Transpose<perm = [3,2,0,1]>(w)
+            places = Transpose<perm = [0,3,1,2]>(g)  y_first = Conv(image, kernel)
+            y = Transpose<perm = [0,2,3,1]>(y_first)  back = ConvTranspose(places, kernel)
+            grad_input = Transpose<perm = [0,2,3,1]>(back)
+            left = Transpose<perm = {perm}>({image})  right = Transpose<perm = {perm}>({gradient})
+            by_channel = Conv(left, right)  grad_weight = Transpose<perm = [2,3,0,1]>(by_channel)
+        }}""")
+    result, report = fused(model)
+    assert [fusion.op for fusion in report.fusions] == ["ConvolutionBackward"], report
+    first = {"g": (0, 2, 3, 1), "x": (0, 2, 3, 1), "w": (2, 3, 1, 0)}
+    feeds = {name: np.ascontiguousarray(array.transpose(first[name])) for name, array in case.feeds().items()}
+    got = run(result, feeds)
+    exact, native = case.of_torch(torch.float64), case.of_torch(torch.float32)
+    for name, own in (("grad_input", "x"), ("grad_weight", "w")):
+        wanted, single = (one[name].transpose(first[own]) for one in (exact, native))
+        assert_gradients_close(got[name], single, wanted, np.float32, terms=3 * 4 * 4)
+
+
+def test_a_result_that_is_turned_otherwise_is_turned_from_the_gradient() -> None:
+    turned = ("whole = Transpose<perm = [1, 0, 2, 3]>", "whole = Transpose<perm = [1, 0, 3, 2]>")
+    convolution = dataclasses.replace(PLAIN, image=(7, 7), changed=(turned,))
+    model = convolution.model()
+    result, report = fused(model)
+    assert [fusion.op for fusion in report.fusions] == ["ConvolutionBackward"], report
+    feeds = convolution.feeds()
+    got, wanted = run(result, feeds)["grad_weight"], run(model, feeds)["grad_weight"]
+    exact = convolution.of_torch(torch.float64)["grad_weight"].swapaxes(2, 3)
+    assert_gradients_close(got, wanted, exact, np.float32, terms=float(wanted.size))
 
 
 @pytest.mark.parametrize("name", ALMOST)
