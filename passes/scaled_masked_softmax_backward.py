@@ -150,8 +150,20 @@ def _of_several_axes(site: Site, root: ir.Value) -> Iterator[_OfAxes]:
                 if len(left) != len(whole):
                     continue
                 axes = tuple(axis for axis, size in enumerate(whole) if left[axis] == UNIT != size)
-                if y in flattened or (len(axes) > 1 and _adds_up_to_1(site, y, axes)):
+                of_rows = y in flattened and _is_row(site, y, axes)
+                if of_rows or (len(axes) > 1 and _adds_up_to_1(site, y, axes)):
                     yield _OfAxes(y, g, axes)
+
+
+def _is_row(site: Site, y: ir.Value, axes: Sequence[int]) -> bool:
+    """Whether the last axes of a view of a softmax, flattened, are a row of it."""
+    node = y.producer()
+    while node is not None and node.op_type != "Softmax" and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    rank = len(site.extents(y))
+    if node is None or not site.knows(node.outputs[0]) or list(axes) != list(range(rank - len(axes), rank)):
+        return False
+    return site.extents(node.outputs[0])[-1] == site.algebra.product(site.extents(y)[axis] for axis in axes)
 
 
 def _adds_up_to_1(site: Site, y: ir.Value, axes: Sequence[int]) -> bool:
