@@ -922,10 +922,13 @@ def expression(size: Any) -> Any:
 
 
 def follows_from_values(size: Any) -> bool:
-    """Tell whether a size depends on the numbers in tensors, as the count of what a mask selects does."""
-    if not isinstance(size, torch.SymInt):
+    """Tell whether a size or number depends on the numbers in tensors, as the count of what a mask selects does."""
+    if not isinstance(size, (torch.SymInt, torch.SymFloat)):
         return False
-    return any(size.node.shape_env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols)
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    kinds = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
+    return any(symbol_is_type(symbol, kinds) for symbol in size.node.expr.free_symbols)
 
 
 def may_be_zero(size: Any) -> bool:

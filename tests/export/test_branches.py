@@ -146,7 +146,7 @@ class Skipping(Asking):
     def asked(self, x: Tensor) -> Tensor:
         states = [x]
         if torch.rand([]) < 0.5:
-            states.append(x.relu())
+            states.insert(0, x.relu())
         return torch.stack(states).sum(0)
 
 

@@ -60,7 +60,7 @@ def of_detection(scores: Tensor, y: Tensor) -> Tensor:
         first = F.cross_entropy(scores[found], y[found])
     second = (scores[:, 1].square() * ones).sum() / count if count > 0 else scores.new_zeros(())
     if twos > 0:
-        first = first + scores[rows].abs().mean()
+        first = first + scores[rows].abs().max(-1)[0].mean()
     return of_missing(scores, y) + first + second
 
 
@@ -139,6 +139,73 @@ def test_experts_that_ask_counts_train_as_soon_as_they_get_rows() -> None:
     train_alike(Experts(), F.cross_entropy, batches)
 
 
+def of_pairs(scores: Tensor, y: Tensor) -> Tensor:
+    """Conditions joined by `and`, `or` and `not`, on truth values, sizes and numbers, around what fails for nothing."""
+    ones, twos, rest = scores[y == 1], scores[y == 2], y > 2
+    total = F.cross_entropy(scores, y)
+    if len(ones) > 1 and len(twos) > 0:
+        total = total + torch.cdist(ones, twos).min(1)[0].mean() + F.pdist(ones).mean()
+    if not (y == 1).any() or rest.any():
+        total = total + scores.square().mean()
+    count = int(rest.sum())
+    if count == 0:
+        return total
+    weight = 0.5 if (scores.argmax(1) == y).double().mean().item() > 0.3 else 2.0
+    return total + weight * scores[rest].max() / max((y == 1).sum().item(), count - 0.5)
+
+
+def test_conditions_on_several_values_and_numbers_hold_for_each_batch() -> None:
+    torch.manual_seed(0)
+    batches = [batch(6, [0, 1, 2, 3, 1, 2]), batch(3, [0, 0, 0]), batch(4, [2, 1, 1, 2]), batch(5, [1, 0, 3, 1, 3])]
+    train_alike(nn.Linear(WIDTH, 4), of_pairs, [*batches, batch(2, [3, 2])])
+
+
+def of_classes(scores: Tensor, y: Tensor) -> Tensor:
+    """Lists, dictionaries and counts that grow by the classes that a batch has, also in functions of its own."""
+
+    def of_class(label: int) -> Tensor | None:
+        mask = y == label
+        if not mask.any():
+            return scores.sum() * 0
+        return scores[mask].square().mean()
+
+    losses, found, parts = [], 0, {}
+    for label in range(4):
+        mask = y == label
+        if mask.sum() == 0:
+            continue
+        losses.append(F.cross_entropy(scores[mask], y[mask]))
+        found += 1
+    kept = [scores[y == label].mean(0) for label in range(1, 4) if (y == label).any()]
+    if (y == 3).any():
+        parts["third"] = scores[y == 3].abs().mean()
+    if not kept:
+        return torch.stack(losses).max()
+    first = sum(losses) / len(losses) + torch.stack(kept).square().mean() / found
+    return first + sum(parts.values()) + sum(of_class(label) for label in range(4))
+
+
+def test_lists_that_grow_by_what_a_batch_has_are_joined_and_counted() -> None:
+    torch.manual_seed(0)
+    batches = [batch(6, [0, 1, 2, 3, 1, 0]), batch(3, [0, 0, 0]), batch(4, [2, 2, 3, 2]), batch(5, [1, 0, 1, 1, 0])]
+    train_alike(nn.Linear(WIDTH, 4), of_classes, batches)
+
+
+def of_hardest(scores: Tensor, y: Tensor) -> Tensor:
+    """Online hard example mining: those above a threshold, but not fewer than the hardest few."""
+    losses = F.cross_entropy(scores, y, reduction="none")
+    hard, least = losses[losses > 1.4], y[y != 9].numel() // 2
+    if hard.numel() < least:
+        hard, _ = losses.topk(least)
+    return hard.mean()
+
+
+def test_sides_may_select_other_numbers_of_elements() -> None:
+    torch.manual_seed(0)
+    batches = [batch(6, [0, 1, 2, 3, 1, 0]), batch(3, [0, 0, 0]), batch(4, [2, 2, 3, 2]), batch(9, [1, 0, 3] * 3)]
+    train_alike(nn.Linear(WIDTH, 4), of_hardest, batches)
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -146,14 +213,14 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
-        parts = []
+        parts = [y]
         for column in range(3):
             if (y[:, column] > 0).any():
-                parts.append(y * 2)
-        return torch.stack([y, *parts]).sum(0)
+                parts.insert(0, y * 2)
+        return torch.stack(parts).sum(0)
 
 
-def test_lists_that_grow_by_values_are_refused() -> None:
+def test_lists_that_grow_at_the_front_by_values_are_refused() -> None:
     torch.manual_seed(0)
     with pytest.raises(ExportError, match=r"value of a tensor.*forward \(test_conditions_on_values.py:\d+\)"):
         export_training_step(Counting(), F.cross_entropy, batch(4, [0, 1, 2, 0]), dynamic_shapes=DYNAMIC)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from long_tests import mostly_long
 from torch import Tensor, nn
 
-from gradfuse import ExportError, TrainingSession, export_training_step
+from gradfuse import TrainingSession, export_training_step
 
 WIDTH, EXPERTS = 6, 7
 DYNAMIC = ({0: "batch"},), ({0: "batch"},)
@@ -224,15 +224,17 @@ def mean_of_rows(module: Experts, x: Tensor, shares: Tensor, chosen: Tensor) -> 
     return total
 
 
-CHOOSING = (at_least_two, something_else_too, something_else_by_size, rows_of_another_mask, mean_of_rows)
+CHOOSING = (
+    at_least_two,
+    rows_at_least_two,
+    something_else_too,
+    something_else_by_size,
+    rows_of_another_mask,
+    mean_of_rows,
+)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", CHOOSING)
 def test_what_such_a_condition_decides_is_computed_both_ways(way: Callable[..., Tensor]) -> None:
     train_alike(way)
-
-
-def test_what_a_number_of_rows_decides_is_refused() -> None:
-    with pytest.raises(ExportError, match="and a graph has no branches"):
-        export_training_step(Experts(rows_at_least_two), F.cross_entropy, batch(5), dynamic_shapes=DYNAMIC)

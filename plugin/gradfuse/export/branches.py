@@ -17,13 +17,11 @@ This module imports torch.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import dataclasses
 import dis
 import inspect
 import re
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CodeType, FrameType, TracebackType
@@ -37,6 +35,7 @@ from gradfuse import _torch_private as private
 from gradfuse.export import (
     adaptive_softmax,
     batch_norms,
+    built_in,
     dropout,
     explaining,
     host_draws,
@@ -48,6 +47,7 @@ from gradfuse.export.emptiness import (
     Guards,
     answering,
     are_selected_alike,
+    failing_otherwise,
     guards_of,
     idle_answers,
     selected_by,
@@ -55,7 +55,8 @@ from gradfuse.export.emptiness import (
 from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
 from gradfuse.export.observing import ASKS, Place, are_close, caller, callers, calling_frame, forward, line_of, offset
 from gradfuse.export.reporting import WHO, refusal
-from gradfuse.export.selections import CannotSelectError, Decisions, DrawsForNothing, Found, Selections, Trial, Written
+from gradfuse.export.rewriting import CannotSelectError
+from gradfuse.export.selections import Decisions, DrawsForNothing, Found, Selections, Trial, Written
 from gradfuse.export.sizes_in_tensors import SizesInTensors
 from gradfuse.export.sparse_matrices import SparseProducts
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
@@ -84,7 +85,11 @@ _KEEPS = frozenset(
 
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _LISTS = (torch.Tensor.tolist, torch.Tensor.unbind)
-_LISTED = frozenset(("tolist", "bincount"))
+_TAKEN = frozenset("tolist bincount item __int__ __float__ __bool__".split())
+"""Functions that take numbers out of tensors, and truth values, or count."""
+_SIZES = frozenset("len numel size shape".split())
+"""Names by which code asks for sizes."""
+
 _SELECTS = (torch.masked_select, torch.Tensor.masked_select, torch.Tensor.__getitem__)
 
 _TRIALS = 6
@@ -179,7 +184,7 @@ def _branches(step: TorchStep, observed: _Observed, guards: Guards, asking: Guar
     selections, observed = _selected(step, observed)
     decided, idle = _decided(step, observed, selections)
     values = [place for place in observed.asked if place not in decided and not _is_of_chance(observed, place)]
-    if (values or asking.others) and len(values) <= _MOST_SELECTED and not selections.codes:
+    if 0 < len(values) + len(asking.others) <= _MOST_SELECTED and not selections.codes:
         by_values = _selected_by_values(step, observed, values, decided, asking)
         selections, observed, decided = by_values or (selections, observed, decided)
     left = [place for place in observed.asked if place not in decided]
@@ -246,7 +251,10 @@ def _selected_by_values(
     """
     lines = {line_of(place): answer for place, answer in decided.items()}
     numbers = {code: frozenset(place for one, place in asking.others if one is code) for code, _ in asking.others}
-    selections, last = Selections(numbers=numbers, gated=True), observed
+    assumed = failing_otherwise(step, asking)
+    asking = dataclasses.replace(asking, others=[guard for guard in asking.others if guard not in assumed])
+    answers_of = {(code.co_filename, *place): answer for (code, place), answer in assumed.items()}
+    selections, last = Selections(numbers=numbers, assumed=answers_of, gated=True), observed
     places = [(place[0], line_of(place)[1]) for place in values]
     places += [(code, line) for code, (line, _) in asking.others if (code, line) not in places]
     written: Sequence[Written] = ()
@@ -436,7 +444,7 @@ def answered(
         if name not in (*changed, *step.frozen_inputs) and is_fixed(step.state[name])
     ]
     own = own_gradients.by_formula(inner_derivatives.FUNCTIONS) if differentiates else own_gradients.traced()
-    with _symbolic_len(step), private.idle_conversions(), batch_norms.cumulative(), adaptive_softmax.traced(), own:
+    with private.idle_conversions(), batch_norms.cumulative(), adaptive_softmax.traced(), own:
         with branches.guards.installed(step), both_sides(step, branches) as decisions:
             with _Decided(branches, fixed, decisions):
                 yield
@@ -445,7 +453,11 @@ def answered(
 @contextlib.contextmanager
 def both_sides(step: TorchStep, branches: Branches) -> Iterator[Decisions]:
     """Let a module compute both sides of what it decides by random numbers, or does for what it finds."""
-    with host_draws.as_tensors(), branches.selections.installed(step) as decisions, _Items(branches.items):
+    with contextlib.ExitStack() as entered:
+        for one in (host_draws.as_tensors(), built_in.replaced(step)):
+            entered.enter_context(one)
+        decisions = entered.enter_context(branches.selections.installed(step))
+        entered.enter_context(_Items(branches.items))
         yield decisions
 
 
@@ -548,7 +560,8 @@ class _Observed(TorchFunctionMode):
 
     Attributes:
         asked: place -> the answers, and of which kinds the tensors are.
-        selecting: the code of functions that select by masks or take out counts, and of those that call them.
+        selecting: the code of functions that select by masks or take out numbers, of those that call them, and of those
+            that ask for sizes afterwards.
         loops: where code loops over what `nonzero` finds in a vector.
         looped: where that `nonzero` is.
         found: place of a `nonzero` -> whether it found something, each time.
@@ -592,6 +605,11 @@ class _Observed(TorchFunctionMode):
             kind = "random"
         elif name in _KEEPS or func is torch.Tensor.__bool__:
             kind = next((self._kinds[id(one)][0] for one in args if id(one) in self._kinds), None)
+        if selected_by(func, args) or name in _TAKEN:
+            self.selecting |= callers(_CALLERS)
+        elif self.selecting and not _SIZES.isdisjoint(calling_frame().f_code.co_names):
+            # Of what was selected before.
+            self.selecting |= callers(1)
         if func is torch.Tensor.__bool__ or (func is torch.Tensor.item and isinstance(result, bool)):
             place = caller()
             answers, kinds = self.asked.setdefault(place, ([], set()))
@@ -601,8 +619,6 @@ class _Observed(TorchFunctionMode):
                 return result
             self._asking.append(calling_frame())
             return not result
-        if selected_by(func, args) or name in _LISTED:
-            self.selecting |= callers(_CALLERS)
         if name == "nonzero" and isinstance(result, Tensor):
             self.found.setdefault(caller(), []).append(result.shape[0] > 0)
         if name in ("nonzero", "where"):
@@ -636,7 +652,7 @@ def _is_inexact(tensor: Tensor) -> bool:
 def _run(step: TorchStep, observed: _Observed, selections: Selections) -> list[Written]:
     """Run the forward pass, and let a mode observe it; return what the sides of selections write."""
     seeded = SeededDropout(step.state.get(DROPOUT_SEED))
-    with seeded, host_draws.as_tensors(), observed, selections.installed(step) as decisions:
+    with seeded, host_draws.as_tensors(), built_in.replaced(step), observed, selections.installed(step) as decisions:
         forward(step)
     return decisions.written
 
@@ -692,33 +708,3 @@ def settings(step: TorchStep) -> str:
     if not found:
         return ""
     return f" (make the model with {', '.join(f'{name}={value}' for name, value in found.items())})"
-
-
-@contextlib.contextmanager
-def _symbolic_len(step: TorchStep) -> Iterator[None]:
-    """Let `len(tensor)` in the packages of module and loss be what `tensor.shape[0]` is.
-
-    Python insists on an integer of `len`, which makes a dynamic size a constant of the traced program.
-    """
-    owners: list[Any] = [step.loss]
-    for owner in (step.module, step.loss):
-        owners += [type(module) for module in owner.modules()] if isinstance(owner, torch.nn.Module) else []
-    packages = {str(getattr(owner, "__module__", "")).partition(".")[0] for owner in owners} - {"torch", "builtins", ""}
-    namespaces = [
-        vars(module)
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] in packages and hasattr(module, "__dict__") and "len" not in vars(module)
-    ]
-    for namespace in namespaces:
-        namespace["len"] = _len
-    try:
-        yield
-    finally:
-        for namespace in namespaces:
-            namespace.pop("len", None)
-
-
-def _len(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim():
-        return value.shape[0]
-    return builtins.len(value)

@@ -7,15 +7,13 @@ import functools
 import itertools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import onnx_ir as ir
-from torch import Tensor
 
-from gradfuse import _torch_private as private
 from gradfuse.errors import ExportError, GradfuseError
 from gradfuse.export import explaining, steadiness
 from gradfuse.export.dynamic_shapes import DynamicShapes
+from gradfuse.export.observing import Sturdy
 from gradfuse.export.other_sizes import Axis, OtherSizes, drawn
 from gradfuse.export.recording import Call, Recorded
 from gradfuse.export.reporting import WHO, refusal
@@ -35,15 +33,6 @@ _OF_SHAPES = frozenset(
 """Operators whose results naturally depend on sizes."""
 _DRAWN = 3
 """How many batches are drawn if one that repeats the given one has equal numbers."""
-_FRAGILE = frozenset(
-    """
-    _embedding_bag _embedding_bag_forward_only _native_batch_norm_legit _native_batch_norm_legit_functional
-    _pdist_backward _pdist_forward _segment_reduce_backward linalg_lstsq lu_unpack native_batch_norm segment_reduce
-    """.split()
-)
-"""Those of PyTorch's operators whose kernels, given an empty tensor, may end the process."""
-_OF_BAGS, _INCLUDES_LAST = frozenset(("_embedding_bag", "_embedding_bag_forward_only")), 7
-"""Those with offsets of bags, and the place of the argument by which the last offset begins no bag."""
 _OF_NUMBERS = frozenset("mul div add sub rsub pow clamp fill_".split())
 """Operators that take numbers as they take tensors."""
 
@@ -209,28 +198,12 @@ def _is_right(
     return True
 
 
-class _Sturdy(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators of PyTorch that may end the process where a tensor is empty, or where there are no bags."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        tensors = private.tensors_in((args, kwargs))
-        if name in _FRAGILE and any(isinstance(one, Tensor) and not one.numel() for one in tensors):
-            raise ValueError(f"{name} of an empty tensor")
-        if name in _OF_BAGS and _INCLUDES_LAST < len(args) and args[_INCLUDES_LAST] and args[2].numel() == 1:
-            raise ValueError(f"{name} of no bags")
-        return func(*args, **(kwargs or {}))
-
-
 def _run(truth: Truth, sizes: OtherSizes) -> tuple[TorchStep, Arrays] | Exception:
     """Return a step of other sizes, and what PyTorch gives for it; or why it gives nothing."""
     failure: Exception | None = None
     for step in sizes.steps(truth.step):
         try:
-            with _Sturdy() if min(sizes.sizes.values(), default=0) <= 1 else contextlib.nullcontext():
+            with Sturdy() if min(sizes.sizes.values(), default=0) <= 1 else contextlib.nullcontext():
                 return step, truth.run(step, lambda tensor: tensor)
         except Exception as error:
             # A user's module may raise anything.

@@ -48,6 +48,16 @@ def decompose(program: ExportedProgram, table: Table) -> ExportedProgram:
         return whole
 
 
+def leave_out_checks(program: ExportedProgram) -> None:
+    """Remove checks of sizes, and the conditions of which they are: torch.onnx.export translates those."""
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target in _CHECKS:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
 def written(node: Node) -> list[Any]:
     """Return the arguments that a call writes into."""
     if node.target in STATISTICS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +21,22 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradfuse.export import dropout, host_draws, rewriting
-from gradfuse.export.observing import ASKS, Place, are_close, caller, calling_frame, forward, line_of, with_gradients
-from gradfuse.export.selections import Line, Selections, functions_of
+from gradfuse.export import built_in, dropout, host_draws, rewriting, size_numbers
+from gradfuse.export.functions import functions_of, is_within, outermost
+from gradfuse.export.observing import (
+    ASKS,
+    Place,
+    Sturdy,
+    are_close,
+    caller,
+    calling_frame,
+    forward,
+    line_of,
+    position,
+    with_gradients,
+)
+from gradfuse.export.rewriting import CannotSelectError
+from gradfuse.export.selections import Line, Selections
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.traced_functions import is_mask
 from gradfuse.training.step import DROPOUT_SEED
@@ -47,10 +61,16 @@ _COMPARISONS = {
 }
 _LARGE = 2**62
 
+_MOST_ALONE = 16
+"""The most masks that are emptied or filled alone where that is needed."""
+
 _MOST = 16
 """The most guards that are tried one by one."""
 
-Made = tuple[Line, int]
+_Where = tuple[str, int, int]
+"""File, line and column of a call."""
+
+Made = tuple[_Where, int]
 """Where a tensor was made, and which of those made there it is."""
 
 
@@ -62,12 +82,14 @@ class _Change:
         masks: the masks that are emptied.
         lines: where all masks that are made are emptied as well.
         full: whether these select all instead.
+        turns: whether the first element of each mask is turned the other way round.
         grouped: the share of elements that go into one group, where code groups them by an index.
     """
 
     masks: Collection[Made] = ()
-    lines: Collection[Line] = ()
+    lines: Collection[_Where] = ()
     full: bool = False
+    turns: bool = False
     grouped: float = 0.0
 
 
@@ -90,17 +112,20 @@ class Guards:
     others: Collection[Guard] = ()
 
     @contextlib.contextmanager
-    def installed(self, step: TorchStep) -> Iterator[Mapping[Guard, Sequence[_Condition]]]:
-        """Let the functions ask; yield how their conditions on whole numbers go."""
+    def installed(
+        self, step: TorchStep, turned: Collection[Line] = ()
+    ) -> Iterator[Mapping[Guard, Sequence[_Condition]]]:
+        """Let the functions ask; yield how their conditions on numbers go, those in some lines the other way round."""
         found: dict[Guard, list[_Condition]] = defaultdict(list)
         functions = functions_of(self.codes, step)
         originals = {id(code): code for code in self.codes}
         changed = [(function, originals[key]) for key, several in functions.items() for function in several]
         try:
             for function, code in changed:
-                function.__globals__.setdefault(rewriting.GUARDS, _Asked(self, found))
+                function.__globals__.setdefault(rewriting.GUARDS, _Asked(self, found, turned))
                 function.__code__ = self.codes[code]
-            yield found
+            with size_numbers.called_in([function.__globals__ for function, _ in changed]):
+                yield found
         finally:
             for function, code in changed:
                 function.__code__ = code
@@ -110,38 +135,57 @@ class Guards:
 class _Asked:
     """What rewritten functions call."""
 
-    def __init__(self, guards: Guards, found: dict[Guard, list[_Condition]]) -> None:
-        self._answers = guards.answers
+    def __init__(self, guards: Guards, found: dict[Guard, list[_Condition]], turned: Collection[Line]) -> None:
+        self._answers, self._turned = guards.answers, frozenset(turned)
         self._found = found
         self._functions = {new: old for old, new in guards.codes.items()}
 
-    def asks(self, value: Any, line: int, column: int, name: str, number: int) -> Any:
+    def _function(self, code: CodeType) -> CodeType:
+        """Return the function that was rewritten, of its code or of what is within."""
+        if code not in self._functions:
+            self._functions[code] = next(old for new, old in self._functions.items() if is_within(code, new))
+        return self._functions[code]
+
+    def asks(self, value: Any, number: Any, line: int, column: int, name: str) -> Any:
         frame = inspect.currentframe()
         assert frame is not None and frame.f_back is not None
-        guard = self._functions[frame.f_back.f_code], (line, column)
+        guard = self._function(frame.f_back.f_code), (line, column)
         if guard in self._answers:
             return self._answers[guard]
         answer = value if name == "truth" else _COMPARISONS[name](value, number)
+        if type(value) not in _NUMBERS or type(number) not in _NUMBERS:
+            return answer
+        answer = bool(answer) != ((guard[0].co_filename, line) in self._turned)
         of_none, of_one, of_many = (_answer(name, count, number) for count in (0, 1, _LARGE))
-        if type(value) is int and value >= 0 and of_none != of_one == of_many:
-            self._found[guard].append(_Condition(value == 0, of_one))
+        counts = type(value) is type(number) is int and value >= 0 and of_none != of_one == of_many
+        self._found[guard].append(_Condition((value, number), answer, of_one if counts else None))
         return answer
+
+
+_NUMBERS = (int, float)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Condition:
-    """How a condition went.
+    """How a condition on numbers went.
 
     Attributes:
-        is_zero: whether its number was 0.
-        answer: how it goes for all other numbers.
+        numbers: these.
+        answer: how it went.
+        of_some: how it goes for all numbers but 0, if it is whether a count is 0; None: it is another one.
     """
 
-    is_zero: bool
+    numbers: tuple[float, float]
     answer: bool
+    of_some: bool | None
+
+    @property
+    def is_of_none(self) -> bool:
+        """Whether it is whether a count is 0, and that was 0."""
+        return self.of_some is not None and self.numbers[0] == 0
 
 
-def _answer(name: str, count: int, number: int) -> bool:
+def _answer(name: str, count: int, number: float) -> bool:
     return bool(count) if name == "truth" else bool(_COMPARISONS[name](count, number))
 
 
@@ -153,34 +197,49 @@ def guards_of(step: TorchStep, selecting: Collection[CodeType]) -> Guards:
         selecting: the code of the functions that select by masks, or call such.
     """
     codes = {}
-    for code in selecting:
+    for code, _ in outermost([(code, None) for code in selecting], step):
         with contextlib.suppress(rewriting.CannotRewriteError):
-            codes[code] = rewriting.with_guards(code)
+            codes[code] = rewriting.with_guards(code, size_numbers.NAMES)
     guards = Guards(codes)
     if not codes:
         return guards
     run = _tried(step, guards, _Change(), _forward_alone)
-    if run is None or not (run.masks or run.groups) or not run.conditions:
+    if run is None or not run.conditions:
         return Guards()
     empty = _tried(step, guards, _Change(run.masks), _forward_alone) if run.masks else None
-    wanted = {guard: found[0].answer for guard, found in _zeros(empty, all).items()}
+    wanted = {guard: bool(found[0].of_some) for guard, found in _zeros(empty, all).items()}
+    trials = [run, empty]
     if run.groups:
         grouped = _tried(step, guards, _Change(grouped=1.0), _forward_alone)
-        wanted |= {guard: found[0].answer for guard, found in _zeros(grouped, any).items()}
-    if _agree(step, Guards(codes, wanted), run.masks):
-        return Guards(codes, wanted)
-    each = [Guards(codes, {guard: answer}) for guard, answer in list(wanted.items())[:_MOST]]
-    agreeing = [one for one in each if _agree(step, one, run.masks)] if len(wanted) > 1 else []
-    answers = {guard: answer for one in agreeing for guard, answer in one.answers.items()}
-    varying = [guard for guard in wanted if not all(one.is_zero for one in run.conditions.get(guard, ()))]
-    together = Guards(codes, answers, [guard for guard in varying if guard not in answers])
-    return together if _agree(step, together, run.masks) else Guards(codes, others=varying)
+        wanted |= {guard: bool(found[0].of_some) for guard, found in _zeros(grouped, any).items()}
+        trials.append(grouped)
+    if not wanted or _agree(step, Guards(codes, wanted), run.masks):
+        together = Guards(codes, wanted)
+    else:
+        each = [Guards(codes, {guard: answer}) for guard, answer in list(wanted.items())[:_MOST]]
+        agreeing = [one for one in each if _agree(step, one, run.masks)] if len(wanted) > 1 else []
+        together = Guards(codes, {guard: answer for one in agreeing for guard, answer in one.answers.items()})
+        together = together if _agree(step, together, run.masks) else Guards(codes)
+    others = [_Change(), _Change(lines=run.times), _Change(lines=run.times, full=True)]
+    trials += [_tried(step.with_others(), guards, change, _forward_alone) for change in others]
+    trials.append(_tried(step, guards, _Change(turns=True), _forward_alone))
+    varying = _varying(trials)
+    return dataclasses.replace(together, others=[guard for guard in varying if guard not in together.answers])
+
+
+def _varying(trials: Sequence[_Trial | None]) -> list[Guard]:
+    """Return the conditions whose numbers follow from values: they differ between runs, which have equal sizes."""
+    found: dict[Guard, set[tuple[tuple[float, float], ...]]] = defaultdict(set)
+    for trial in trials:
+        for guard, conditions in ({} if trial is None else trial.conditions).items():
+            found[guard].add(tuple(one.numbers for one in conditions))
+    return [guard for guard, several in found.items() if len(several) > 1]
 
 
 def _zeros(trial: _Trial | None, which: Callable[[Iterable[bool]], bool]) -> dict[Guard, Sequence[_Condition]]:
     """Return the conditions whose numbers, all or any, are 0 in a run."""
     conditions = {} if trial is None else trial.conditions
-    return {guard: found for guard, found in conditions.items() if which(one.is_zero for one in found)}
+    return {guard: found for guard, found in conditions.items() if which(one.is_of_none for one in found)}
 
 
 def _agree(step: TorchStep, guards: Guards, masks: Sequence[Made]) -> bool:
@@ -197,7 +256,7 @@ def _agree(step: TorchStep, guards: Guards, masks: Sequence[Made]) -> bool:
             continue
         if not natural.is_close(told):
             return False
-        seen |= {guard for guard, found in natural.conditions.items() if any(one.is_zero for one in found)}
+        seen |= {guard for guard, found in natural.conditions.items() if any(one.is_of_none for one in found)}
     return bool(guards.answers) and seen >= guards.answers.keys()
 
 
@@ -208,7 +267,7 @@ class _Trial:
 
     outcome: Mapping[str, Tensor]
     masks: Sequence[Made]
-    times: Mapping[Line, int]
+    times: Mapping[_Where, int]
     groups: bool
     conditions: Mapping[Guard, Sequence[_Condition]]
 
@@ -304,6 +363,39 @@ def _are_idle(step: TorchStep, place: Place, masks: Sequence[Made], answer: bool
     return compared
 
 
+def failing_otherwise(step: TorchStep, asking: Guards) -> dict[Guard, bool]:
+    """Return how conditions on numbers go after which a step fails whenever they go the other way, as checks do."""
+    guards = Guards(asking.codes)
+    wanted = [
+        guard for guard in asking.others if _fails(step, guards, _Change(), [(guard[0].co_filename, guard[1][0])])[1]
+    ]
+    run = _tried(step, guards, _Change(), _forward_alone) if wanted else None
+    if run is None:
+        return {}
+    ways: dict[Guard, set[tuple[bool, bool]]] = defaultdict(set)
+    for change in (_Change(), _Change(run.masks, full=True), *_choices(run.masks, groups=run.groups)):
+        conditions, fails = _fails(step, guards, change)
+        for guard in wanted:
+            ways[guard] |= {(one.answer, fails) for one in conditions.get(guard, ())}
+    answers = {guard: {answer for answer, fails in found if not fails} for guard, found in ways.items()}
+    return {
+        guard: answer for guard, (answer, *more) in answers.items() if not more and (not answer, True) in ways[guard]
+    }
+
+
+def _fails(
+    step: TorchStep, guards: Guards, change: _Change, turned: Collection[Line] = ()
+) -> tuple[Mapping[Guard, Sequence[_Condition]], bool]:
+    """Return how conditions go in a run, and whether it fails."""
+    with guards.installed(step, turned) as found, _Masks(change, turned=turned):
+        try:
+            _outcome(step)
+        except Exception:
+            # A user's module may raise anything.
+            return found, True
+    return found, False
+
+
 def are_selected_alike(step: TorchStep, selections: Selections, places: Collection[Place], asking: Guards) -> bool:
     """Whether a step that computes both sides of conditions gives what the condition's own side gives.
 
@@ -327,13 +419,21 @@ def are_selected_alike(step: TorchStep, selections: Selections, places: Collecti
     changes = [_Change(), _Change(masks, full=True), *_choices(masks, groups=observed.groups)]
     # Functions that ask for numbers have other code.
     lines = {line_of(place) for place in places}
-    trials: list[tuple[_Change, Sequence[Line]]] = [(change, ()) for change in changes]
-    trials += [(_Change(), (line,)) for line in lines]
+    asked = {(code.co_filename, line) for code, (line, _) in asking.others}
+    trials: Iterable[tuple[_Change, Sequence[Line]]] = itertools.chain(
+        ((change, ()) for change in changes),
+        ((_Change(), (line,)) for line in dict.fromkeys([*lines, *asked])),
+        # As those above may miss what several conditions, one after the other, are about.
+        ((_Change([mask], full=full), ()) for mask in observed.masks[:_MOST_ALONE] for full in (False, True)),
+    )
+    wanted = {(one, answer) for one in (*lines, *asking.others) for answer in (False, True)}
     seen: set[tuple[Line | Guard, bool]] = set()
-    for change, turned in trials:
+    for number, (change, turned) in enumerate(trials):
+        if number >= len(changes) + len(lines | asked) and wanted <= seen:
+            break
         natural = _Masks(change, turned=turned)
         try:
-            with Guards(asking.codes).installed(step) as found, natural:
+            with Guards(asking.codes).installed(step, turned) as found, natural:
                 outcome = _outcome(step)
         except Exception:
             # A user's module may raise anything where nothing is selected.
@@ -341,9 +441,9 @@ def are_selected_alike(step: TorchStep, selections: Selections, places: Collecti
         if not _are_finite(outcome):
             continue
         try:
-            with selections.installed(step, turned=turned), _Masks(change) as selected:
+            with built_in.replaced(step), selections.installed(step, turned=turned), _Masks(change) as selected:
                 both = _outcome(step)
-        except Exception:
+        except (Exception, CannotSelectError):
             # The side that is not taken may fail.
             return False
         if not _are_same_masks(change, natural.times, selected.times):
@@ -351,11 +451,11 @@ def are_selected_alike(step: TorchStep, selections: Selections, places: Collecti
         if not all(are_close(tensor, both[name]) for name, tensor in outcome.items()):
             return False
         seen |= {(line_of(place), answer) for place, answers in natural.answered.items() for answer in answers}
-        seen |= {(guard, one.is_zero) for guard, several in found.items() for one in several}
-    return all((one, answer) in seen for one in (*lines, *asking.others) for answer in (False, True))
+        seen |= {(guard, one.answer) for guard, several in found.items() for one in several}
+    return wanted <= seen
 
 
-def _are_same_masks(change: _Change, times: Mapping[Line, int], others: Mapping[Line, int]) -> bool:
+def _are_same_masks(change: _Change, times: Mapping[_Where, int], others: Mapping[_Where, int]) -> bool:
     """Whether two runs have emptied the same masks: not if one has left out code that makes some of them."""
     return all(times.get(line) == others.get(line) for line, _ in change.masks)
 
@@ -365,13 +465,13 @@ def _are_finite(outcome: Mapping[str, Tensor]) -> bool:
 
 
 def _forward_alone(step: TorchStep) -> dict[str, Tensor]:
-    with dropout.EqualDropout(step.state.get(DROPOUT_SEED)), host_draws.as_tensors():
+    with Sturdy(), dropout.EqualDropout(step.state.get(DROPOUT_SEED)), host_draws.as_tensors():
         loss, after = forward(step)
     return {**after, "loss": loss}
 
 
 def _outcome(step: TorchStep) -> dict[str, Tensor]:
-    with dropout.EqualDropout(step.state.get(DROPOUT_SEED)), host_draws.as_tensors():
+    with Sturdy(), dropout.EqualDropout(step.state.get(DROPOUT_SEED)), host_draws.as_tensors():
         return with_gradients(step)
 
 
@@ -400,6 +500,7 @@ class _Masks(TorchFunctionMode):
         asked: place -> the mask of each condition, if it is about one and not about another count, and how it goes if
             that is not empty; None: it is another one.
         selected: the masks by which something is selected.
+        masks: all masks that are made, which may select nothing themselves.
         groups: whether something is chosen by an index, or counted by one.
         answered: place -> how its conditions went.
         times: where tensors of whole numbers were made -> how many.
@@ -422,8 +523,9 @@ class _Masks(TorchFunctionMode):
         self._change, self._turned = change, frozenset(turned)
         self.asked: dict[Place, list[tuple[Made | None, bool] | None]] = {}
         self.selected: dict[Made, None] = {}
+        self.masks: list[Made] = []
         self._emptied, self._answers = frozenset(change.masks), answers or {}
-        self.times: Counter[Line] = Counter()
+        self.times: Counter[_Where] = Counter()
         # Each with the tensor itself, so that no other gets its id.
         self._made: dict[int, tuple[Made, Tensor]] = {}
         self._counts: dict[int, tuple[Made | None, Tensor]] = {}
@@ -446,8 +548,7 @@ class _Masks(TorchFunctionMode):
             self.answered[place].add(answer)
             return answer
         if isinstance(result, Tensor) and not result.is_floating_point() and not result.is_complex():
-            frame = calling_frame()
-            self._note_made(result, (frame.f_code.co_filename, frame.f_lineno))
+            self._note_made(result, position(calling_frame()))
             self._note_meaning(name, args, kwargs, result)
         return result
 
@@ -462,9 +563,13 @@ class _Masks(TorchFunctionMode):
             draws = torch.rand(len(rows), generator=torch.Generator().manual_seed(len(rows)))
             rows[draws < self._change.grouped] = rows[0].clone()
 
-    def _note_made(self, result: Tensor, line: Line) -> None:
+    def _note_made(self, result: Tensor, line: _Where) -> None:
         self.times[line] += 1
         made = line, self.times[line]
+        if is_mask(result):
+            self.masks.append(made)
+            if self._change.turns and result.numel():
+                result[(0,) * result.dim()] ^= True
         if (made in self._emptied or line in self._change.lines) and (
             result.dtype == torch.bool or not self._change.full
         ):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
+import itertools
+import sys
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradfuse import _torch_private as private
 from gradfuse.export import explaining
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.translation import lengths_as_tensors
@@ -24,6 +28,16 @@ _ROUNDINGS = 64
 """By how many roundings a sum may differ if zeros are added to it."""
 _TWO_INSTRUCTIONS = 4
 """How far the second instruction of a call is from the first one, which is followed by a cache."""
+
+_FRAGILE = frozenset(
+    """
+    _embedding_bag _embedding_bag_forward_only _native_batch_norm_legit _native_batch_norm_legit_functional
+    _pdist_backward _pdist_forward _segment_reduce_backward linalg_lstsq lu_unpack native_batch_norm segment_reduce
+    """.split()
+)
+"""Those of PyTorch's operators whose kernels, given an empty tensor, may end the process."""
+_OF_BAGS, _INCLUDES_LAST = frozenset(("_embedding_bag", "_embedding_bag_forward_only")), 7
+"""Those with offsets of bags, and the place of the argument by which the last offset begins no bag."""
 
 
 def caller() -> Place:
@@ -70,6 +84,20 @@ def line_of(place: Place) -> tuple[str, int]:
     return code.co_filename, lines[0] if lines and lines[0] is not None else code.co_firstlineno
 
 
+def position(frame: FrameType) -> tuple[str, int, int]:
+    """Return the file, line and column of the call that a frame is in; column 0: Python does not tell."""
+    line, column = _position(frame.f_code, frame.f_lasti)
+    return frame.f_code.co_filename, line or frame.f_lineno, column or 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _position(code: CodeType, place: int) -> tuple[int | None, int | None]:
+    if sys.version_info < (3, 11):
+        return None, None
+    line, _, column, _ = next(itertools.islice(code.co_positions(), place // 2, None))
+    return line, column
+
+
 def forward(step: TorchStep) -> tuple[Tensor, dict[str, Tensor]]:
     """Run the forward pass on copies of all tensors; return the loss and the buffers afterwards."""
 
@@ -104,3 +132,19 @@ def are_close(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     largest = float(torch.nan_to_num(a.detach()).abs().max()) if a.numel() else 0.0
     return torch.allclose(a, b, rtol=0.0, atol=_ROUNDINGS * torch.finfo(a.dtype).eps * largest, equal_nan=True)
+
+
+class Sturdy(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators of PyTorch that may end the process where a tensor is empty, or where there are no bags."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        tensors = private.tensors_in((args, kwargs))
+        if name in _FRAGILE and any(isinstance(one, Tensor) and not one.numel() for one in tensors):
+            raise ValueError(f"{name} of an empty tensor")
+        if name in _OF_BAGS and _INCLUDES_LAST < len(args) and args[_INCLUDES_LAST] and args[2].numel() == 1:
+            raise ValueError(f"{name} of no bags")
+        return func(*args, **(kwargs or {}))

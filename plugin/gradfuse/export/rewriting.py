@@ -36,7 +36,7 @@ NUMBERS = "gradfuse_numbers"
 """The global variable that functions use whose calls take sizes."""
 
 GUARDS = "gradfuse_guards"
-"""The global variable that functions use whose conditions are whether numbers are 0."""
+"""The global variable that functions use whose conditions are on numbers."""
 
 _MOST_NODES = 20_000
 """Statements after a decision that ends an iteration may become part of at most this many sides."""
@@ -49,13 +49,23 @@ class CannotRewriteError(Exception):
     """Code has no source, or a statement that cannot be rewritten."""
 
 
-def rewritten(code: CodeType, asked: frozenset[int], numbers: frozenset[tuple[int, int]] = frozenset()) -> CodeType:
+class CannotSelectError(BaseException):
+    """The sides of a decision give values that cannot be selected from. Modules do not catch it, unlike exceptions."""
+
+
+def rewritten(
+    code: CodeType,
+    asked: frozenset[int],
+    numbers: frozenset[tuple[int, int]] = frozenset(),
+    names: Collection[str] = (),
+) -> CodeType:
     """Return the code of a function in which the statements that decide in the given lines compute both sides.
 
     Args:
         code: the code of the function.
         asked: the lines.
         numbers: line and column of conditions on numbers in them, which become tensors.
+        names: the last names of the functions whose calls take sizes and numbers in tensors.
 
     Raises:
         CannotRewriteError: that is not possible.
@@ -65,7 +75,9 @@ def rewritten(code: CodeType, asked: frozenset[int], numbers: frozenset[tuple[in
         function = _function(tree, code)
         of_numbers = _Guards(HELPER, numbers)
         function.body = [of_numbers.visit(statement) for statement in function.body]
-        function.body = _Rewriter(asked).of_function(function.body)
+        function.body = [_Truths().visit(one) for one in _Rewriter(asked).of_function(function.body)]
+        calls = _Numbers(None, names)
+        function.body = [calls.visit(statement) for statement in function.body]
 
     return _compiled_anew(code, rewrite)
 
@@ -91,22 +103,23 @@ def with_numbers(code: CodeType, asked: frozenset[int], names: Collection[str]) 
     return _compiled_anew(code, rewrite)
 
 
-def with_guards(code: CodeType) -> CodeType:
-    """Return the code of a function that asks `GUARDS` whether numbers are 0, wherever an `if` may ask that.
+def with_guards(code: CodeType, names: Collection[str]) -> CodeType:
+    """Return the code of a function that asks `GUARDS` how numbers compare, wherever an `if` may ask that.
 
-    `if x.numel() == 0:` becomes `if gradfuse_guards.asks(x.numel(), line, column, "eq", 0):`, and `if len(x):` asks
-    "truth".
+    `if x.numel() == 0:` becomes `if gradfuse_guards.asks(x.numel(), 0, line, column, "eq"):`, and `if len(x):` asks
+    "truth". Calls of functions with these last names take sizes and numbers in tensors.
 
     Raises:
         CannotRewriteError: that is not possible, or there is no such `if`.
     """
 
     def rewrite(tree: ast.Module) -> None:
-        guards = _Guards(GUARDS)
+        guards, calls = _Guards(GUARDS), _Numbers(None, names)
         function = _function(tree, code)
         function.body = [guards.visit(statement) for statement in function.body]
         if not guards.changed:
             raise CannotRewriteError
+        function.body = [calls.visit(statement) for statement in function.body]
 
     return _compiled_anew(code, rewrite)
 
@@ -158,24 +171,22 @@ class _Rewriter:
         self._left = set(asked)
 
     def of_function(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        body = self._of_body(body)
+        if self._left:
+            raise CannotRewriteError
+        return body
+
+    def _of_body(self, body: list[ast.stmt]) -> list[ast.stmt]:
         if any(isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await, ast.Match)) for node in _own_nodes(body)):
             raise CannotRewriteError
         if self._ends(body, ast.Return):
             name = "returned_by_gradfuse"
             body = [*self._without_returns(body, name), ast.Return(_name(name))]
-        body = self._block(body)
-        if self._left:
-            raise CannotRewriteError
-        return body
+        return self._block(body)
 
     def _is_asked(self, statement: ast.stmt) -> bool:
         """Whether one of the lines is one of a statement's own, not of those that it holds."""
-        lines = {
-            line
-            for part in _expressions(statement)
-            if hasattr(part, "lineno")
-            for line in range(part.lineno, (part.end_lineno or part.lineno) + 1)
-        }
+        lines = {line for part in _expressions(statement) if hasattr(part, "lineno") for line in _lines(part)}
         self._left -= lines
         return bool(lines & self._asked)
 
@@ -189,6 +200,8 @@ class _Rewriter:
         return [new for statement in body for new in self._statement(statement)]
 
     def _statement(self, statement: ast.stmt) -> list[ast.stmt]:
+        if isinstance(statement, ast.FunctionDef) and not self._asked.isdisjoint(_lines(statement)):
+            statement.body = self._of_body(statement.body)
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             return [statement]
         asked = self._is_asked(statement)
@@ -200,11 +213,13 @@ class _Rewriter:
         for handler in getattr(statement, "handlers", []):
             handler.body = self._block(handler.body)
         if not asked:
+            if isinstance(statement, ast.If):
+                statement.test = _Truths().of(statement.test)
             return [statement]
         if isinstance(statement, ast.For):
             return [self._over_candidates(statement)]
         if isinstance(statement, ast.If):
-            statement.test = _Expressions().visit(statement.test)
+            statement.test = _Expressions().condition(statement.test)
             return self._both_sides(statement)
         if not isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)):
             raise CannotRewriteError
@@ -328,28 +343,81 @@ class _InPlace(ast.NodeTransformer):
         return node
 
 
-class _Expressions(ast.NodeTransformer):
-    """Turns tests of truth values within an expression into calls."""
+class _Truths(ast.NodeTransformer):
+    """Lets code ask for the truth value of a variable by a call: a list may have elements under conditions."""
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        self.generic_visit(node)
-        return _located(_call_of(HELPER, "negated", node.operand), node) if isinstance(node.op, ast.Not) else node
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        self.generic_visit(node)
-        *before, result = node.values
-        name = "both" if isinstance(node.op, ast.And) else "any"
-        for value in reversed(before):
-            result = _located(_call_of(HELPER, name, value, _later(result)), node)
-        return result
+    def of(self, test: ast.expr) -> ast.expr:
+        if isinstance(test, ast.BoolOp):
+            test.values = [self.of(value) for value in test.values]
+        elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test.operand = self.of(test.operand)
+        elif isinstance(test, ast.Name):
+            return _located(_call_of(HELPER, "condition", test), test)
+        return test
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         self.generic_visit(node)
-        call = _call_of(HELPER, "either", node.test, _later(node.body), _later(node.orelse))
-        return _located(call, node)
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        node.test = self.of(node.test)
         return node
+
+
+class _Expressions(ast.NodeTransformer):
+    """Turns tests of truth values within an expression into calls."""
+
+    def condition(self, node: ast.expr) -> ast.expr:
+        """Return what is tested: each condition of which it consists is asked by a call."""
+        if isinstance(node, ast.BoolOp):
+            return self._joined(node, self.condition)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return _located(_call_of(HELPER, "negated", self.condition(node.operand)), node)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "bool" and len(node.args) == 1:
+            return self.condition(node.args[0])
+        changed: ast.expr = self.visit(node)
+        if isinstance(node, ast.Call) and getattr(getattr(node.func, "value", None), "id", None) == HELPER:
+            # A condition on a number, which asks by itself.
+            return changed
+        return _located(_call_of(HELPER, "condition", changed), node)
+
+    def _joined(self, node: ast.BoolOp, of_last: Callable[[ast.expr], ast.expr]) -> ast.expr:
+        *before, last = node.values
+        result = of_last(last)
+        name = "both" if isinstance(node.op, ast.And) else "any"
+        for value in reversed(before):
+            result = _located(_call_of(HELPER, name, self.condition(value), _later(result)), node)
+        return result
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        return self.condition(node) if isinstance(node.op, ast.Not) else self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        return self._joined(node, self.visit)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if getattr(node.func, "id", None) == "bool" and len(node.args) == 1:
+            return self.condition(node)
+        return self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        sides = (_later(self.visit(side)) for side in (node.body, node.orelse))
+        return _located(_call_of(HELPER, "either", self.condition(node.test), *sides), node)
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
+        return self._listed(node, node)
+
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
+        return self._listed(node, ast.ListComp(node.elt, node.generators))
+
+    def _listed(self, node: ast.ListComp | ast.GeneratorExp, listed: ast.ListComp) -> ast.AST:
+        """Return a list whose elements are there under conditions, if it has one condition for each."""
+        *outer, last = node.generators
+        if not last.ifs or any(one.ifs for one in outer):
+            return self.generic_visit(node)
+        test = last.ifs[0] if len(last.ifs) == 1 else _located(ast.BoolOp(ast.And(), last.ifs), node)
+        last.ifs = []
+        listed.elt = _located(_call_of(HELPER, "kept", self.condition(test), _later(self.visit(node.elt))), node)
+        for one in node.generators:
+            one.iter = self.visit(one.iter)
+        return _located(_call_of(HELPER, "listed", _located(listed, node)), node)
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
         raise CannotRewriteError
@@ -359,10 +427,10 @@ class _Numbers(ast.NodeTransformer):
     """Turns calls of functions of numbers, and products with lists that they take, into calls that take sizes.
 
     Attributes:
-        changed: whether there were any in the given lines.
+        changed: whether there were any in the given lines; None: in any.
     """
 
-    def __init__(self, asked: frozenset[int], names: Collection[str]) -> None:
+    def __init__(self, asked: frozenset[int] | None, names: Collection[str]) -> None:
         self.changed = False
         self._asked, self._names = asked, names
 
@@ -376,13 +444,13 @@ class _Numbers(ast.NodeTransformer):
         return _located(call, node)
 
     def _is_asked(self, node: ast.expr) -> bool:
-        found = not self._asked.isdisjoint(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        found = self._asked is None or not self._asked.isdisjoint(_lines(node))
         self.changed |= found
         return found
 
 
 class _Guards(ast.NodeTransformer):
-    """Turns conditions whether a number is 0 into calls.
+    """Turns conditions on numbers into calls.
 
     Attributes:
         changed: whether there were any.
@@ -410,27 +478,26 @@ class _Guards(ast.NodeTransformer):
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test.operand = self._of(test.operand)
             return test
+        if isinstance(test, ast.BoolOp):
+            test.values = [self._of(value) for value in test.values]
+            return test
         if self._places is not None and (test.lineno, test.col_offset) not in self._places:
             return test
-        value, name, number = test, "truth", 0
+        value, name, number = test, "truth", _located(ast.Constant(0), test)
         if isinstance(test, ast.Compare):
-            right = test.comparators[0]
             name = _COMPARISONS.get(type(test.ops[0]), "")
-            if len(test.comparators) > 1 or not name or not isinstance(right, ast.Constant):
+            if len(test.comparators) > 1 or not name:
                 return test
-            if type(right.value) is not int or right.value not in (0, 1):
-                return test
-            value, number = test.left, right.value
+            value, number = test.left, test.comparators[0]
         elif not isinstance(test, (ast.Call, ast.Subscript, ast.Name)):
             return test
         self.changed = True
-        constants = [ast.Constant(one) for one in (test.lineno, test.col_offset, name, number)]
-        return _located(_call_of(self._owner, "asks", value, *constants), test)
+        constants = [ast.Constant(one) for one in (test.lineno, test.col_offset, name)]
+        return _located(_call_of(self._owner, "asks", value, number, *constants), test)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return node
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
+        self.generic_visit(node)
+        node.ifs = [self._of(test) for test in node.ifs]
         return node
 
 
@@ -443,6 +510,10 @@ _COMPARISONS: Mapping[type[ast.cmpop], str] = {
     ast.LtE: "le",
 }
 """By the names of the functions of `operator`."""
+
+
+def _lines(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def _product(node: ast.expr) -> ast.expr:

@@ -13,14 +13,13 @@ number of each draw follows. This module imports torch.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-import gc
 import inspect
 import operator
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -28,7 +27,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse import _torch_private as private
-from gradfuse.export import dropout, rewriting
+from gradfuse.export import dropout, of_nothing, rewriting, size_numbers
+from gradfuse.export.chosen import Choice, Either, Some, as_tensor, holds_some, is_filled
+from gradfuse.export.functions import functions_of, is_within, outermost
+from gradfuse.export.rewriting import CannotSelectError
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.training.step import DROPOUT_SEED
 
@@ -40,32 +42,13 @@ _VECTORS = frozenset("flatten squeeze view reshape".split())
 
 _SELECTING = frozenset("nonzero argwhere where masked_select __getitem__ unique repeat_interleave".split())
 
+_LEFT_OUT = object()
+"""What stands for an element that a list does not have."""
+
 _DROPOUTS = frozenset(("dropout", "dropout_"))
 
 Line = tuple[str, int]
 """A file, and a line of it."""
-
-_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
-
-class CannotSelectError(BaseException):
-    """The sides of a decision give values that cannot be selected from. Modules do not catch it, unlike exceptions."""
-
-
-class _Either:
-    """A value that depends on a random decision, and that a graph cannot represent."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def _used(self, *args: Any, **kwargs: Any) -> Any:
-        raise CannotSelectError(self._name)
-
-    __getattr__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __call__ = __contains__ = _used
-    __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _used
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __matmul__ = __rmatmul__ = __index__ = _used
-    __int__ = __float__ = __torch_function__ = _used
-    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +87,7 @@ class Selections:
         codes: the code of each -> the code that replaces it.
         lines: the code of each -> the lines in which it decides.
         numbers: the code of some -> line and column of conditions in them on numbers, which become tensors.
+        assumed: file, line and column of conditions on numbers that are no decisions -> how they go.
         written: for each decision, in order, what its sides write; None: it is to be found out.
         gated: whether gradients of a side that is not taken end where it begins, as they may be NaN there.
     """
@@ -111,6 +95,7 @@ class Selections:
     codes: Mapping[CodeType, CodeType] = dataclasses.field(default_factory=dict)
     lines: Mapping[CodeType, frozenset[int]] = dataclasses.field(default_factory=dict)
     numbers: Mapping[CodeType, frozenset[tuple[int, int]]] = dataclasses.field(default_factory=dict)
+    assumed: Mapping[tuple[str, int, int], bool] = dataclasses.field(default_factory=dict)
     written: tuple[Written, ...] | None = None
     gated: bool = False
 
@@ -120,9 +105,8 @@ class Selections:
         Raises:
             rewriting.CannotRewriteError: one of them cannot be rewritten, or is rewritten already.
         """
-        originals = {new: old for old, new in self.codes.items()}
         lines = dict(self.lines)
-        asked_for = [(originals.get(code, code), line) for code, line in places]
+        asked_for = outermost([(self._original(code), line) for code, line in places], step)
         functions = functions_of([old for old, _ in asked_for], step)
         for old, line in asked_for:
             if line in self.lines.get(old, ()) or not functions[id(old)]:
@@ -131,10 +115,14 @@ class Selections:
         codes = {
             old: self.codes[old]
             if self.lines.get(old) == asked
-            else rewriting.rewritten(old, asked, self.numbers.get(old, frozenset()))
+            else rewriting.rewritten(old, asked, self.numbers.get(old, frozenset()), size_numbers.NAMES)
             for old, asked in lines.items()
         }
         return dataclasses.replace(self, codes=codes, lines=lines)
+
+    def _original(self, code: CodeType) -> CodeType:
+        """Return the code that was replaced by one, or by that around it; if none was, itself."""
+        return next((old for old, new in self.codes.items() if is_within(code, new)), code)
 
     def surveyed(self, written: Sequence[Written]) -> Selections:
         """Return the same with what the sides of each decision write."""
@@ -149,13 +137,13 @@ class Selections:
         changed = [(function, code) for code in self.codes for function in functions[id(code)]]
         namespaces = [function.__globals__ for function, _ in changed]
         found = Found()
-        decisions = Decisions(step, self.written, found, trial, gated=self.gated, turned=turned)
+        decisions = Decisions(step, self.written, found, trial, self.assumed, gated=self.gated, turned=turned)
         try:
             for namespace in namespaces:
                 namespace[rewriting.HELPER] = decisions
             for function, code in changed:
                 function.__code__ = self.codes[code]
-            with found:
+            with found, size_numbers.called_in(namespaces):
                 try:
                     yield decisions
                 finally:
@@ -165,68 +153,6 @@ class Selections:
                 function.__code__ = code
             for namespace in namespaces:
                 namespace.pop(rewriting.HELPER, None)
-
-
-def functions_of(codes: Collection[CodeType], step: TorchStep) -> dict[int, list[FunctionType]]:
-    """Return the functions that have each of these codes, by its id: those of several files may be equal."""
-    found: dict[int, list[FunctionType]] = {id(code): [] for code in codes}
-    for one in _functions(codes, step):
-        if (code := id(one.__code__)) in found:
-            found[code].append(one)
-    return found
-
-
-def around(codes: Collection[CodeType], step: TorchStep) -> dict[int, CodeType]:
-    """Return the code of the innermost function that each of these codes is defined in, by its id; none for others."""
-    found: dict[int, CodeType] = {}
-    for one in _functions(codes, step):
-        for code in codes:
-            if code is not one.__code__ and is_within(code, one.__code__):
-                known = found.get(id(code))
-                found[id(code)] = one.__code__ if known is None or is_within(one.__code__, known) else known
-    return found
-
-
-def is_within(code: CodeType, outer: CodeType) -> bool:
-    """Whether a code is another one's, or that of a function, a list or the like within."""
-    if code.co_filename != outer.co_filename:
-        return False
-    return code is outer or any(is_within(code, one) for one in outer.co_consts if isinstance(one, CodeType))
-
-
-def _functions(codes: Collection[CodeType], step: TorchStep) -> Iterator[FunctionType]:
-    """Yield the functions of a step, and those of the files that codes are of."""
-    if not codes:
-        return
-    # The garbage collector does not track frozen objects; modules and classes do not refer to nested functions. All
-    # that it tracks is gone through, whatever the number of codes.
-    pending: list[Any] = [one for one in gc.get_referrers(*codes) if isinstance(one, FunctionType)]
-    for owner in (step.module, step.loss):
-        modules = list(owner.modules()) if isinstance(owner, torch.nn.Module) else [owner]
-        pending += [kind for module in modules for kind in type(module).__mro__]
-        kept = [value for module in modules for value in getattr(module, "__dict__", {}).values()]
-        pending += [one for one in (*modules, *kept) if isinstance(one, FunctionType)]
-    loaded, files = list(sys.modules.values()), {code.co_filename for code in codes}
-    pending += [module for module in loaded if getattr(module, "__file__", None) in files]
-    seen: set[int] = set()
-    while pending:
-        one = pending.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, FunctionType):
-            yield one
-            pending += [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY]
-        elif isinstance(one, (type, ModuleType)):
-            pending += [value for value in vars(one).values() if isinstance(value, _HOLDERS)]
-        elif isinstance(one, (staticmethod, classmethod, MethodType)):
-            pending.append(one.__func__)
-        elif isinstance(one, property):
-            pending.append(one.fget)
-
-
-_EMPTY = CellType()
-_HOLDERS = (FunctionType, MethodType, staticmethod, classmethod, property, type)
 
 
 class Found(TorchFunctionMode):
@@ -307,7 +233,8 @@ class Decisions:
         surveys: whether that is to be found out.
         open: how many loops over what was found are within one of their iterations.
         left_out: how many rounds a trial has left out.
-        gates: whether gradients of a side that is not taken end where it begins.
+        gated: whether gradients of a side that is not taken end where it begins, once that is found out.
+        gates: whether they do.
     """
 
     def __init__(
@@ -316,12 +243,15 @@ class Decisions:
         written: Sequence[Written] | None,
         found: Found,
         trial: Trial | None = None,
+        assumed: Mapping[tuple[str, int, int], bool] | None = None,
         *,
         gated: bool = False,
         turned: Collection[Line] = (),
     ) -> None:
         self.step = step
         self.turned = frozenset(turned)
+        self._assumed = assumed or {}
+        self.gated = gated
         self.gates = gated and written is not None
         self._sides: list[contextlib.ExitStack] = []
         self.left_out = 0
@@ -365,12 +295,12 @@ class Decisions:
 
     def open_side(self, taken: Tensor, written: Iterable[Tensor]) -> None:
         """Let gradients of what is used from here on, but is not written into, end where a condition does not hold."""
-        if self.gates:
+        if self.gated:
             self._sides.append(contextlib.ExitStack())
-            self._sides[-1].enter_context(_Side(taken, written))
+            self._sides[-1].enter_context(_Side(taken, written, gates=self.gates))
 
     def close_side(self) -> None:
-        if self.gates:
+        if self.gated:
             self._sides.pop().close()
 
     def close_sides(self) -> None:
@@ -407,10 +337,25 @@ class Decisions:
         within = getattr(operator, f"__i{name}__" if isinstance(value, Tensor) else f"__{name}__")
         return within(value, other)
 
-    def asks(self, value: Any, line: int, column: int, name: str, number: int) -> Tensor:
-        """Return a condition on a number as a tensor."""
-        tensor = value if isinstance(value, Tensor) else torch.scalar_tensor(value, dtype=torch.int64)
-        return tensor != 0 if name == "truth" else getattr(operator, name)(tensor, number)
+    def asks(self, value: Any, number: Any, line: int, column: int, name: str) -> Any:
+        """Return a condition on a number, or on two, as a tensor, unless it is assumed."""
+        known = self._assumed.get((_calling_line()[0], line, column)) if self._assumed else None
+        if known is not None:
+            return known
+        if holds_some(value) and name == "truth":
+            return self.condition(value)
+        compared, other = (as_tensor(one, None) for one in (value, number))
+        if compared is None or other is None:
+            raise CannotSelectError("a condition")
+        return self.condition(compared != 0 if name == "truth" else getattr(operator, name)(compared, other))
+
+    def condition(self, value: Any) -> Any:
+        """Return what is tested; the other way round, if this is one of the lines."""
+        if holds_some(value):
+            value = is_filled(value)
+        if self.turned and isinstance(value, Tensor) and value.numel() == 1 and _calling_line() in self.turned:
+            return value.reshape([]) == 0
+        return value
 
     def negated(self, value: Any) -> Any:
         return value.logical_not() if isinstance(value, Tensor) else not value
@@ -420,6 +365,19 @@ class Decisions:
 
     def any(self, value: Any, other: Callable[[], Any]) -> Any:
         return self.either(value, lambda: True, other) if isinstance(value, Tensor) else value or other()
+
+    def kept(self, test: Any, element: Callable[[], Any]) -> Any:
+        """Return an element of a list that is there if a condition holds."""
+        decision, value = self.begin(test, (), {}), _LEFT_OUT
+        for side in decision:
+            if side:
+                value = element()
+            decision.leave({})
+        return Some("a list", value, decision.condition) if isinstance(test, Tensor) else value
+
+    def listed(self, values: Sequence[Any]) -> list[Any]:
+        """Return those that are there."""
+        return [one for one in values if one is not _LEFT_OUT]
 
     def either(self, test: Any, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         value = None
@@ -434,12 +392,13 @@ class Decisions:
 class _Side(TorchFunctionMode):
     """Stops gradients where a side of a decision begins, unless it is taken.
 
-    The gradient that goes into a side that is not taken is 0, but 0 / 0 comes out of the mean of nothing.
+    The gradient that goes into a side that is not taken is 0, but 0 / 0 comes out of the mean of nothing. What fails
+    for nothing gives something in such a side.
     """
 
-    def __init__(self, taken: Tensor, written: Iterable[Tensor]) -> None:
+    def __init__(self, taken: Tensor, written: Iterable[Tensor], *, gates: bool) -> None:
         super().__init__()
-        self._taken = taken
+        self._taken, self._gates_all = taken, gates
         # With the tensors themselves, so that no others get their ids. What is written into stays what it is.
         self._inside = {id(tensor): tensor for tensor in written}
         self._gates: dict[int, tuple[Tensor, Tensor]] = {}
@@ -448,6 +407,9 @@ class _Side(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name.startswith("__get__") or name == "__set__":
+            return func(*args, **kwargs)
+        func = of_nothing.instead(func, args, kwargs, self._taken)
+        if not self._gates_all:
             return func(*args, **kwargs)
         if _writes(name) and args and isinstance(args[0], Tensor):
             self._inside[id(args[0])] = args[0]
@@ -480,6 +442,9 @@ _AUGMENTS = frozenset(name for name in dir(Tensor) if name.startswith("__i") and
 class _Decision:
     """One decision, whose sides are run one after the other.
 
+    Attributes:
+        condition: a tensor of one truth value, once the first side has begun.
+
     Args:
         all: the decisions that it is one of.
         test: a tensor of one element or a candidate, for a selection; anything else is decided as Python does.
@@ -504,9 +469,10 @@ class _Decision:
             return
         if self._test.numel() != 1:
             raise CannotSelectError("a condition")
-        self._condition = self._test.detach().reshape([]).bool()
-        if self._all.turned and _calling_line() in self._all.turned:
-            self._condition = self._condition.logical_not()
+        self.condition = self._test.detach().reshape([]).bool()
+        self._choice = Choice(self.condition, by_values=self._all.gated)
+        self._containers = [(one, _contents(one)) for one in _containers(self._before.values())]
+        self._after: list[list[Any]] = []
         self._number = self._all.begun()
         self._buffers = {name: self._step.places[name][0].tensor() for name in self._all.buffers(self._number)}
         held = {name: self._before.get(name) for name in self._all.variables(self._number, self._before)}
@@ -520,7 +486,7 @@ class _Decision:
             self._held = _held(self._before, self._step) if self._all.surveys else []
             self._copies = {name: tensor.clone() for name, tensor in self._buffers.items()}
             self._step.place(self._copies)
-            self._taken = self._condition if side else self._condition.logical_not()
+            self._taken = self.condition if side else self.condition.logical_not()
             if self._draws:
                 dropout.begin_side(self._taken)
             if self._all.gates:
@@ -539,7 +505,7 @@ class _Decision:
         """
         if not self._of_candidate or not (self._all.surveys or self._all.written[self._number].fails):
             raise
-        if self._all.surveys and bool(self._condition):
+        if self._all.surveys and bool(self.condition):
             raise
         self._failed = True
 
@@ -551,6 +517,9 @@ class _Decision:
         if self._draws:
             dropout.end_side(self._taken)
         changed = self._changed()
+        self._after.append([_contents(one) for one, _ in self._containers])
+        for container, before in self._containers:
+            _fill(container, before)
         if not self._sides and self._failed != self._all.written[self._number].fails:
             if not self._all.surveys:
                 raise CannotSelectError("what is empty")
@@ -566,7 +535,9 @@ class _Decision:
             return True
         for name in {**self._of_first, **changed}:
             tensor = self._variables[name]
-            tensor.copy_(self._chosen(name, self._of_first.get(name, self._contents[name]), tensor.clone()))
+            tensor.copy_(self._choice.of(name, self._of_first.get(name, self._contents[name]), tensor.clone()))
+        for (container, before), *after in zip(self._containers, *self._after, strict=True):
+            _fill(container, self._merged(before, *after))
         self._all.open -= self._of_candidate
         if self._of_candidate and not all(map(private.may_be_zero, self._all.found.sizes[self._sizes :])):
             raise CannotSelectError("what is empty")
@@ -576,19 +547,26 @@ class _Decision:
         self._step.place(
             self._buffers
             | {
-                name: self._chosen(name, one.get(name, self._buffers[name]), other.get(name, self._buffers[name]))
+                name: self._choice.of(name, one.get(name, self._buffers[name]), other.get(name, self._buffers[name]))
                 for name in (*one, *other)
             }
         )
         self._values = {
-            name: self._chosen(name, first[name], second[name])
+            name: self._choice.of(name, first[name], second[name])
             for name in self._names
             if name in first and name in second
         }
         return True
 
     def __getitem__(self, name: str) -> Any:
-        return self._values[name] if name in self._values else _Either(name)
+        return self._values[name] if name in self._values else Either(name)
+
+    def _merged(self, before: Any, first: Any, second: Any) -> Any:
+        """Return what is in a list or dictionary, from what was in it ahead and after each side."""
+        if self._failed:
+            first = second
+        merge = self._choice.of_dictionaries if isinstance(before, dict) else self._choice.of_lists
+        return merge("a list or dictionary that is changed", before, first, second)
 
     def _changed(self) -> dict[str, Tensor]:
         """Return the variables whose tensors a side has changed in place."""
@@ -615,24 +593,6 @@ class _Decision:
             self._all.note(self._number, buffers=after)
         return after
 
-    def _chosen(self, name: str, first: Any, second: Any) -> Any:
-        """Return the first if the condition holds, otherwise the second."""
-        if first is second or (type(first) is type(second) and type(first) in _NUMBERS and first == second):
-            return first
-        if type(first) is type(second) and isinstance(first, (tuple, list)) and len(first) == len(second):
-            made = [self._chosen(name, *pair) for pair in zip(first, second, strict=True)]
-            return made if isinstance(first, list) else tuple(made) if type(first) is tuple else _Either(name)
-        if type(first) is type(second) is bool:
-            return self._condition if first else ~self._condition
-        like = next((one for one in (first, second) if isinstance(one, Tensor)), None)
-        first, second = (_as_tensor(one, like) for one in (first, second))
-        if first is None or second is None or not _are_alike(first, second):
-            return _Either(name)
-        if first.dtype == torch.bool:
-            # onnxruntime has no Where for them.
-            return (self._condition & first) | (~self._condition & second)
-        return torch.where(self._condition, first, second)
-
 
 def _calling_line() -> Line:
     """Return where the code is that this module was called by."""
@@ -642,23 +602,31 @@ def _calling_line() -> Line:
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
-def _as_tensor(value: Any, like: Tensor | None) -> Tensor | None:
-    """Return a tensor or number as a tensor that is equivalent in arithmetic; None: there is none."""
-    if isinstance(value, Tensor):
-        return value
-    if type(value) not in _NUMBERS:
-        return None
-    dtype = _NUMBERS[type(value)]
-    if like is not None and like.dim() == 0 and torch.result_type(like, value) == like.dtype:
-        dtype = like.dtype
-    return torch.full([], value, dtype=dtype)
+def _containers(values: Iterable[Any], depth: int = 2) -> list[Any]:
+    """Return lists and dictionaries among values, and those within."""
+    found: dict[int, Any] = {}
+    for one in values:
+        if type(one) in (list, dict, collections.defaultdict, collections.OrderedDict):
+            found[id(one)] = one
+            inner = one.values() if isinstance(one, dict) else one
+            found |= {id(part): part for part in (_containers(inner, depth - 1) if depth else ())}
+    return list(found.values())
 
 
-def _are_alike(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have one type and shape, whatever their dynamic sizes."""
-    return (first.dtype, first.device, first.dim()) == (second.dtype, second.device, second.dim()) and all(
-        private.known_true(a == b) for a, b in zip(first.shape, second.shape, strict=True)
-    )
+def _contents(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _fill(container: Any, contents: Any) -> None:
+    """Let a list or dictionary hold this, unless it does."""
+    if isinstance(container, dict):
+        if list(container) != list(contents) or any(container[key] is not one for key, one in contents.items()):
+            container.clear()
+            container.update(contents)
+    elif len(container) != len(contents) or any(
+        one is not other for one, other in zip(container, contents, strict=True)
+    ):
+        container[:] = contents
 
 
 def _held(variables: Mapping[str, Any], step: TorchStep) -> list[tuple[Any, int | None]]:

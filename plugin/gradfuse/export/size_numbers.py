@@ -22,7 +22,8 @@ from torch import Tensor
 
 from gradfuse import _torch_private as private
 from gradfuse.export import explaining, rewriting
-from gradfuse.export.selections import CannotSelectError, around, functions_of, is_within
+from gradfuse.export.functions import around, functions_of, is_within
+from gradfuse.export.rewriting import CannotSelectError
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.traced_functions import Range
 
@@ -68,16 +69,13 @@ class SizeNumbers:
         changed = [(one, code) for code in self.codes for one in functions[id(code)]]
         namespaces = [function.__globals__ for function, _ in changed]
         try:
-            for namespace in namespaces:
-                namespace[rewriting.NUMBERS] = _Numbers
-            for function, code in changed:
-                function.__code__ = self.codes[code]
-            yield
+            with called_in(namespaces):
+                for function, code in changed:
+                    function.__code__ = self.codes[code]
+                yield
         finally:
             for function, code in changed:
                 function.__code__ = code
-            for namespace in namespaces:
-                namespace.pop(rewriting.NUMBERS, None)
 
     def _include(self, step: TorchStep, places: Sequence[tuple[CodeType, int]]) -> bool:
         """Rewrite the calls in lines of functions, which may be rewritten ones; return whether there are new ones."""
@@ -94,7 +92,7 @@ class SizeNumbers:
             if line in lines or not functions[id(old)]:
                 continue
             try:
-                self.codes[old] = rewriting.with_numbers(old, lines | {line}, _NAMES)
+                self.codes[old] = rewriting.with_numbers(old, lines | {line}, NAMES)
             except rewriting.CannotRewriteError:
                 continue
             self.lines[old] = lines | {line}
@@ -106,6 +104,17 @@ class SizeNumbers:
         return next((old for old, new in self.codes.items() if is_within(code, new)), code)
 
 
+@contextlib.contextmanager
+def called_in(namespaces: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Let rewritten functions with these globals call what takes sizes."""
+    with contextlib.ExitStack() as installed:
+        for namespace in namespaces:
+            if rewriting.NUMBERS not in namespace:
+                namespace[rewriting.NUMBERS] = Numbers
+                installed.callback(namespace.pop, rewriting.NUMBERS)
+        yield
+
+
 @dataclasses.dataclass(frozen=True)
 class _Repeated:
     """A list of one element as often as a size says, as an argument of a call that is rewritten."""
@@ -114,7 +123,7 @@ class _Repeated:
     count: Any
 
 
-class _Numbers:
+class Numbers:
     """What rewritten functions call."""
 
     @staticmethod
@@ -340,7 +349,7 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch.stack: _stack,
 }
 
-_NAMES = frozenset(one.__name__ for one in (*_OF_ONE, *_INSTEAD)) | {"around", "round", "from_numpy", "len"}
+NAMES = frozenset(one.__name__ for one in (*_OF_ONE, *_INSTEAD)) | {"around", "round", "from_numpy", "len"}
 """The last names of the functions whose calls are rewritten."""
 
-_LINE = re.compile(rf"\b({'|'.join(sorted(_NAMES))})\(")
+_LINE = re.compile(rf"\b({'|'.join(sorted(NAMES))})\(")

@@ -48,7 +48,6 @@ _TIMES = (
     datetime.timedelta(days=40, hours=7, minutes=13, seconds=17),
     datetime.timedelta(days=150, hours=13, minutes=31, seconds=29),
 )
-_SMALLER = 0.75
 _ROUNDINGS, _ROUNDINGS_OF_LARGEST = 64, 8
 """By how many roundings of an output, and of the largest one, two runs may differ."""
 _ROUNDINGS_OF_OPERATOR, _MOST_OF_OPERATOR = 2048, 0.25
@@ -217,7 +216,7 @@ def settled(step: TorchStep, first: Outcome, state: PythonState) -> TorchStep:
         goes_on = any(second.buffers[name].shape != tensor.shape for name, tensor in made.items())
         raise _of_made(step, made, "computes something else then", goes_on=goes_on)
     varied: set[str] = set()
-    for other in (_with_others(step), _with_distant(step)):
+    for other in (step.with_others(), _with_distant(step)):
         state.restore()
         try:
             again = _run(other).buffers
@@ -384,7 +383,7 @@ def _compare_on_others(step: TorchStep, state: PythonState, first: Outcome, chan
     Some earlier calls draw other random numbers, as what they keep may be such. The calls have two kinds of tensors in
     turn, as the step may compare what it keeps of several ones, such as the last losses, or keep the least of them.
     """
-    others, drawing = _with_others(step), first.dropouts > 0
+    others, drawing = step.with_others(), first.dropouts > 0
     turns = [step.with_dropout_seed(), others, step] if drawing else [step, others]
 
     def call(number: int) -> Outcome:
@@ -414,21 +413,6 @@ def _compare_on_others(step: TorchStep, state: PythonState, first: Outcome, chan
     difference = _first_difference(step, fresh, _recorded(lambda: call(number)))
     if difference is not None:
         raise _refused(step, state, "the step keeps something of an earlier call", difference, changed)
-
-
-def _with_others(step: TorchStep) -> TorchStep:
-    """Return a step with other parameters, and with a batch in another order and of smaller numbers."""
-    state = {name: (step.state[name].detach() * _SMALLER).requires_grad_() for name in step.trainable}
-
-    def turned(tensor: Tensor) -> Tensor:
-        return tensor.detach().flip(0) if tensor.dim() else tensor.detach()
-
-    return dataclasses.replace(
-        step,
-        state=step.state | state,
-        inputs=tuple(turned(one) * _SMALLER if one.is_floating_point() else turned(one) for one in step.inputs),
-        targets=tuple(map(turned, step.targets)),
-    )
 
 
 def _with_distant(step: TorchStep) -> TorchStep:

@@ -43,6 +43,8 @@ from gradfuse.training.optimizers import Optimizer
 from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
 TRIED_SEED = 1_234_567_891
+
+_SMALLER = 0.75
 """The seed that models are compared at; not that of a fresh step, which is 0."""
 
 _WRITES_OF_UPDATE = 3
@@ -316,6 +318,20 @@ class TorchStep:
             return self
         number = torch.tensor(seed, dtype=torch.int64)
         return dataclasses.replace(self, state=self.state | {DROPOUT_SEED: number})
+
+    def with_others(self) -> TorchStep:
+        """Return the step with other parameters, and with a batch in another order and of smaller numbers."""
+        state = {name: (self.state[name].detach() * _SMALLER).requires_grad_() for name in self.trainable}
+
+        def turned(tensor: Tensor) -> Tensor:
+            return tensor.detach().flip(0) if tensor.dim() else tensor.detach()
+
+        return dataclasses.replace(
+            self,
+            state=self.state | state,
+            inputs=tuple(turned(one) * _SMALLER if one.is_floating_point() else turned(one) for one in self.inputs),
+            targets=tuple(map(turned, self.targets)),
+        )
 
     def with_distinct_counters(self, native: Outcome) -> TorchStep:
         """Return the step with counters that differ from each other and from its seed: in a fresh module all are 0."""

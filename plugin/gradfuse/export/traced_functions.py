@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradfuse import _torch_private as private
 from gradfuse.export import in_vmap
+from gradfuse.export.decompositions import products
 from gradfuse.export.reporting import refusal
 
 _NEAREST, _BICUBIC = 1, 2
@@ -74,6 +75,14 @@ def counts_of_groups(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
     if weights is not None or not count:
         return None
     return lambda: torch.zeros(count, dtype=torch.int64).scatter_add(0, input.long(), torch.ones_like(input).long())
+
+
+def bincount(input: Tensor, weights: Tensor | None = None, minlength: Any = 0) -> Tensor:
+    """The same with as many counts as a size says; an index that needs more is out of range of the scatter."""
+    if not private.is_symbolic(minlength):
+        return torch.bincount(input, weights, minlength)
+    ones = torch.ones_like(input, dtype=torch.int64) if weights is None else weights
+    return ones.new_zeros((minlength,)).scatter_add(0, input.long(), ones)
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> tuple[Tensor, Tensor | None, int]:
@@ -421,6 +430,24 @@ def _broadcast(one: Tensor, other: Tensor) -> tuple[Any, ...]:
     return tuple(torch.broadcast_shapes(one.shape, other.shape))  # type: ignore[no-untyped-call]
 
 
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+    """The same of rows that values select, of which PyTorch asks whether there are any."""
+    if not any(map(private.follows_from_values, (*x1.shape, *x2.shape))):
+        return torch.cdist(x1, x2, p, **({} if compute_mode is None else {"compute_mode": compute_mode}))
+    return products.cdist(x1, x2, p, 2)
+
+
+def pdist(input: Tensor, p: float = 2.0) -> Tensor:
+    """The same of any number of rows."""
+    return F.pdist(input, p) if isinstance(input.shape[0], int) else pairwise_distances(input, p)
+
+
+def pairwise_distances(input: Tensor, p: float = 2.0) -> Tensor:
+    """Return the distances of all pairs of rows of (N, M), whether there are any pairs or not."""
+    places = torch.arange(input.shape[0], device=input.device)
+    return products.cdist(input, input, p, 2)[places.unsqueeze(1) < places]
+
+
 def kron(input: Tensor, other: Tensor) -> Tensor:
     rank = max(input.dim(), other.dim())
     a, b = (one.reshape([*[1] * (rank - one.dim()), *one.shape]) for one in (input, other))
@@ -619,6 +646,10 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = {
     torch.take_along_dim: take_along_dim,
     Tensor.take_along_dim: take_along_dim,
     F.one_hot: one_hot,
+    torch.bincount: bincount,
+    Tensor.bincount: bincount,
+    torch.cdist: cdist,
+    F.pdist: pdist,
     torch.kron: kron,
     Tensor.kron: kron,
     torch.cov: cov,

@@ -49,7 +49,7 @@ from gradfuse.export.other_sizes import OtherSizes
 from gradfuse.export.packed_sequences import padded
 from gradfuse.export.python_state import PythonState
 from gradfuse.export.reporting import quiet, refusal
-from gradfuse.export.selections import CannotSelectError
+from gradfuse.export.rewriting import CannotSelectError
 from gradfuse.export.size_numbers import SizeNumbers
 from gradfuse.export.torch_step import Outcome, TorchStep
 from gradfuse.export.translation import lengths_as_tensors
@@ -274,6 +274,7 @@ def decomposed(
             promotion.normalise_in_one_type(program)
             if not narrow:
                 promotion.compute_with_numbers(program)
+            decomposing.leave_out_checks(program)
     except Exception as error:
         # A decomposition may raise anything.
         raise refusal(f"torch cannot decompose the step: {explaining.reason(error)}") from error

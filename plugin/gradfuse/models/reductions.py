@@ -15,10 +15,15 @@ _AXES = 1
 
 
 def count_axes_from_the_first(model: ir.Model) -> None:
-    """Give reductions of known ranks their constant axes as numbers that are not negative."""
+    """Give reductions, and places of extremes, of known ranks their constant axes as numbers that are not negative."""
     made: dict[tuple[int, ...], ir.Value] = {}
     for graph in model.graphs():
         for node in graph:
+            if not node.domain and node.op_type in ("ArgMax", "ArgMin"):
+                data, axis = node.inputs[0], node.attributes.get_int("axis", 0)
+                if axis < 0 and data is not None and data.shape:
+                    node.attributes["axis"] = ir.AttrInt64("axis", axis % len(data.shape))
+                continue
             if node.domain or not node.op_type.startswith("Reduce") or len(node.inputs) <= _AXES:
                 continue
             data, axes = node.inputs[0], node.inputs[_AXES]
