@@ -154,6 +154,21 @@ def of_pairs(scores: Tensor, y: Tensor) -> Tensor:
     return total + weight * scores[rest].max() / max((y == 1).sum().item(), count - 0.5)
 
 
+def of_either(scores: Tensor, y: Tensor) -> Tensor:
+    """Asks a second mask only if the first one is empty, which it is not in the first batch."""
+    ones, twos = y == 1, y == 2
+    total = F.cross_entropy(scores, y)
+    if ones.any() or twos.any():
+        total = total + scores[ones | twos].square().mean()
+    return total
+
+
+def test_a_condition_that_another_one_hides_is_asked() -> None:
+    torch.manual_seed(0)
+    batches = [batch(6, [0, 1, 2, 3, 1, 2]), batch(3, [0, 0, 3]), batch(4, [2, 0, 0, 2]), batch(5, [1, 0, 3, 1, 3])]
+    train_alike(nn.Linear(WIDTH, 4), of_either, batches)
+
+
 def test_conditions_on_several_values_and_numbers_hold_for_each_batch() -> None:
     torch.manual_seed(0)
     batches = [batch(6, [0, 1, 2, 3, 1, 2]), batch(3, [0, 0, 0]), batch(4, [2, 1, 1, 2]), batch(5, [1, 0, 3, 1, 3])]

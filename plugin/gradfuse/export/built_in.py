@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -58,26 +59,35 @@ def _of_several(name: str) -> Callable[..., Any]:
     of_sizes = getattr(torch, f"sym_{name}")
 
     def among(*values: Any, **settings: Any) -> Any:
-        if len(values) == 1 and not isinstance(values[0], (list, tuple)) and not isinstance(values[0], Tensor):
+        if len(values) == 1 and not isinstance(values[0], (list, tuple, Tensor)):
             values = (list(values[0]),)
-        among = values[0] if len(values) == 1 else values
-        scalars = [one for one in among if isinstance(one, Tensor) and one.numel() == 1] if len(values) > 1 else []
-        if settings or not (scalars or any(map(private.follows_from_values, among))):
+        given = values if len(values) > 1 else () if isinstance(values[0], Tensor) else values[0]
+        in_tensors = len(values) > 1 and any(isinstance(one, Tensor) for one in given)
+        if settings or not (in_tensors or any(map(private.follows_from_values, given))):
             return own(*values, **settings)
-        best, *others = among
-        for other in others:
-            best = _better(name, best, other) if scalars else of_sizes(best, other)
-        return best
+        if in_tensors and not all(isinstance(one, _NUMBERS) or _is_number(one) for one in given):
+            return own(*values)
+        return functools.reduce(functools.partial(_better, name) if in_tensors else of_sizes, given)
 
     return among
 
 
-def _better(name: str, best: Any, other: Any) -> Tensor:
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _better(name: str, best: Any, other: Any) -> Any:
     """Return one of two numbers, of which one is in a tensor at least."""
     like = best if isinstance(best, Tensor) else other
     first, second = (as_tensor(one, like) for one in (best, other))
     assert first is not None and second is not None
-    return torch.where(second > first if name == "max" else second < first, second, first)
+    chosen = torch.where(second > first if name == "max" else second < first, second, first)
+    # Of a whole number in a tensor and another number, either counts as a number in arithmetic.
+    is_number = first.dtype != second.dtype and not (first.requires_grad or second.requires_grad)
+    return chosen.item() if is_number else chosen
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {

@@ -221,7 +221,9 @@ def guards_of(step: TorchStep, selecting: Collection[CodeType]) -> Guards:
         together = Guards(codes, {guard: answer for one in agreeing for guard, answer in one.answers.items()})
         together = together if _agree(step, together, run.masks) else Guards(codes)
     others = [_Change(), _Change(lines=run.times), _Change(lines=run.times, full=True)]
-    trials += [_tried(step.with_others(), guards, change, _forward_alone) for change in others]
+    counted = {name: step.state[name] + 1 for name in step.buffers if step.state[name].numel() == 1}
+    other = dataclasses.replace(step.with_others(), state=step.with_others().state | counted)
+    trials += [_tried(other, guards, change, _forward_alone) for change in others]
     trials.append(_tried(step, guards, _Change(turns=True), _forward_alone))
     varying = _varying(trials)
     return dataclasses.replace(together, others=[guard for guard in varying if guard not in together.answers])
@@ -325,16 +327,21 @@ def idle_answers(step: TorchStep, places: Iterable[Place]) -> dict[Place, bool]:
     except Exception:
         # A user's module may raise anything.
         return {}
-    found = {}
+    found: dict[Place, bool] = {}
+    about: dict[Place, list[Made]] = {}
     for place in asking:
         asked = observed.asked.get(place, [])
         known = [one for one in asked if one is not None]
         answers = {answer for _, answer in known}
         if len(known) == len(asked) and len(answers) == 1:
-            (answer,) = answers
-            if _are_idle(step, place, list(dict.fromkeys(mask for mask, _ in known if mask is not None)), answer):
-                found[place] = answer
-    return found
+            (found[place],) = answers
+            about[place] = list(dict.fromkeys(mask for mask, _ in known if mask is not None))
+    # Where conditions are joined, one alone may not change what is computed, and hide what the next one asks.
+    together = list(dict.fromkeys([*(mask for masks in about.values() for mask in masks), *observed.masks]))
+    idle = {
+        place: answer for place, answer in found.items() if _are_idle(step, {place: answer}, about[place], together)
+    }
+    return idle if len(idle) < 2 or _are_idle(step, idle, together) else {}
 
 
 def answering(answers: Mapping[Place, bool]) -> TorchFunctionMode:
@@ -342,29 +349,38 @@ def answering(answers: Mapping[Place, bool]) -> TorchFunctionMode:
     return _Masks(answers=answers)
 
 
-def _are_idle(step: TorchStep, place: Place, masks: Sequence[Made], answer: bool) -> bool:
-    """Whether a step computes the same with empty masks if code is told that they are not."""
+def _are_idle(
+    step: TorchStep, answers: Mapping[Place, bool], masks: Sequence[Made], others: Sequence[Made] = ()
+) -> bool:
+    """Whether a step computes the same with empty masks, also with these others, if code is told that none is empty."""
     compared = False
-    for change in _choices(masks, groups=True):
-        outcomes, natural, told = [], _Masks(change), _Masks(change, {place: answer})
+    changes = [(change, False) for change in _choices(masks, groups=True)]
+    changes += [(change, True) for change in (_Change(others), _Change(lines={line for line, _ in others})) if others]
+    for change, may_fail in changes:
+        outcomes, natural, told = [], _Masks(change), _Masks(change, answers)
         for run in (natural, told):
             try:
                 with run:
                     outcomes.append(_outcome(step))
             except Exception:
                 # A user's module may raise anything where nothing is selected.
-                return False
+                break
+        if len(outcomes) < 2:
+            if may_fail and not outcomes:
+                continue
+            return False
         own, other = outcomes
         if not _are_finite(own) or not _are_same_masks(change, natural.times, told.times):
             continue
         if not all(are_close(tensor, other[name]) for name, tensor in own.items()):
             return False
-        compared |= natural.answered[place] == {answer, not answer} or bool(change.masks or change.lines)
+        went = all(natural.answered[place] == {True, False} for place in answers)
+        compared |= went or bool(change.masks or change.lines)
     return compared
 
 
 def failing_otherwise(step: TorchStep, asking: Guards) -> dict[Guard, bool]:
-    """Return how conditions on numbers go after which a step fails whenever they go the other way, as checks do."""
+    """Return how checks go: conditions whether there is anything, after which a step fails if there is nothing."""
     guards = Guards(asking.codes)
     wanted = [
         guard for guard in asking.others if _fails(step, guards, _Change(), [(guard[0].co_filename, guard[1][0])])[1]
@@ -372,14 +388,17 @@ def failing_otherwise(step: TorchStep, asking: Guards) -> dict[Guard, bool]:
     run = _tried(step, guards, _Change(), _forward_alone) if wanted else None
     if run is None:
         return {}
+    of_some = {guard: found[0].of_some for guard, found in run.conditions.items() if not found[0].is_of_none}
+    wanted = [guard for guard in wanted if of_some.get(guard) is not None]
     ways: dict[Guard, set[tuple[bool, bool]]] = defaultdict(set)
     for change in (_Change(), _Change(run.masks, full=True), *_choices(run.masks, groups=run.groups)):
         conditions, fails = _fails(step, guards, change)
         for guard in wanted:
             ways[guard] |= {(one.answer, fails) for one in conditions.get(guard, ())}
-    answers = {guard: {answer for answer, fails in found if not fails} for guard, found in ways.items()}
     return {
-        guard: answer for guard, (answer, *more) in answers.items() if not more and (not answer, True) in ways[guard]
+        guard: answer
+        for guard, answer in of_some.items()
+        if answer is not None and (not answer, True) in ways[guard] and (not answer, False) not in ways[guard]
     }
 
 
