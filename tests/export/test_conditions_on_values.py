@@ -178,7 +178,7 @@ def test_conditions_on_several_values_and_numbers_hold_for_each_batch() -> None:
 def of_classes(scores: Tensor, y: Tensor) -> Tensor:
     """Lists, dictionaries and counts that grow by the classes that a batch has, also in functions of its own."""
 
-    def of_class(label: int) -> Tensor | None:
+    def of_class(label: int) -> Tensor:
         mask = y == label
         if not mask.any():
             return scores.sum() * 0
