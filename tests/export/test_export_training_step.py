@@ -751,13 +751,15 @@ def test_a_backward_pass_that_fails_in_torch_is_refused() -> None:
         export_training_step(nn.Linear(3, 3), loss, (torch.randn(3, 3), torch.ones(())))
 
 
-def test_data_dependent_shapes_are_refused() -> None:
-    class Selecting(Mlp):
+def test_loops_that_depend_on_values_are_refused() -> None:
+    class Doubling(Mlp):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x if bool(x.sum() > 0) else -x)
+            while bool(x.sum() < 100):
+                x = x * 2
+            return super().forward(x)
 
     with pytest.raises(ExportError) as error:
-        export_training_step(Selecting(), F.cross_entropy, (torch.ones(4, 6), classes(4)))
+        export_training_step(Doubling(), F.cross_entropy, (torch.ones(4, 6), classes(4)))
     assert "torch.export cannot trace the step: the module decides by the value of a tensor" in one_line(error)
 
 

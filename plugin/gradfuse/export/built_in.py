@@ -55,10 +55,11 @@ def _sum(values: Any, /, start: Any = 0) -> Any:
 
 def _of_several(name: str) -> Callable[..., Any]:
     """Return `max` or `min`: the first of equal ones."""
-    own = getattr(builtins, name)
     of_sizes = getattr(torch, f"sym_{name}")
 
     def among(*values: Any, **settings: Any) -> Any:
+        # torch.export has another one in its place while it traces, which takes dynamic sizes.
+        own = getattr(builtins, name)
         if len(values) == 1 and not isinstance(values[0], (list, tuple, Tensor)):
             values = (list(values[0]),)
         given = values if len(values) > 1 else () if isinstance(values[0], Tensor) else values[0]

@@ -820,8 +820,9 @@ _SYMBOLIC = (
 _HELPERS = (
     os.path.join(os.path.dirname(torch.__file__), "_export", "non_strict_utils.py"),
     os.path.join(os.path.dirname(__file__), "size_numbers.py"),
+    os.path.join(os.path.dirname(__file__), "built_in.py"),
 )
-"""What torch.export has in place of `min` and `max`, and gradfuse in place of `int` and the like."""
+"""What torch.export and gradfuse have in place of `min` and `max`, and gradfuse in place of `int` and the like."""
 
 
 def _deciding() -> FrameType | None:
