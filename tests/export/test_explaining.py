@@ -52,7 +52,9 @@ def loops_over_a_count(h: Tensor) -> Tensor:
 
 
 def decides_by_a_count(h: Tensor) -> Tensor:
-    return h + 1.0 if h[h[:, 0] > 0].shape[0] > 2 else h
+    if int((h[:, 0] > 100).sum()) > 2:
+        raise ValueError("too many")
+    return h
 
 
 def calls_numpy(h: Tensor) -> Tensor:
