@@ -88,7 +88,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
             return None  # It was tried as its successor.
         miss: Mismatch | None = None
         sources = _sources(site, root)
-        for source in dict.fromkeys([*sources, *map(_behind_views, sources)]):
+        for source in dict.fromkeys([*sources, *map(_behind_own_views, sources)]):
             if source in site.position and site.forms.get(source) is not None and source.dtype == root.dtype:
                 try:
                     rewrite = self._from(site, builder, root, source)
@@ -699,8 +699,16 @@ def _is_opaque(site: Site, value: ir.Value) -> bool:
     return len(names) == 1 and names[0].kind == "tensor"
 
 
-def _behind_views(value: ir.Value) -> ir.Value:
+def _behind_own_views(value: ir.Value) -> ir.Value:
+    """What a value is a view of, through views that one node reads each: others stay, and moving is no gain."""
+    return _behind_views(value, 1)
+
+
+def _behind_views(value: ir.Value, most: int | None = None) -> ir.Value:
+    """What a value is a view of, through views with `most` readers each at most."""
     while (node := value.producer()) is not None and node.op_type in _VIEWS and not node.domain:
+        if most is not None and len(value.uses()) > most:
+            break
         source = _first_input(node)
         if source is None:
             break
