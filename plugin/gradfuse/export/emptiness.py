@@ -290,19 +290,28 @@ def _tried(
     return _Trial(outcome, list(masks.selected), masks.times, masks.groups, dict(found))
 
 
-def _choices(masks: Sequence[Made], *, groups: bool) -> Iterator[_Change]:
-    """Yield which masks are emptied: all, one alone, as the guarded code may use others, and some at random.
+def _choices(masks: Sequence[Made], *, groups: bool) -> list[_Change]:
+    """Return which masks are emptied: all, one alone, as the guarded code may use others, and some at random.
 
-    Besides, if wanted, what is grouped by an index goes into one group, all and some at random.
+    Besides, if wanted, what is grouped by an index goes into one group, all and some at random. Each change is there
+    once: of one mask, those at random are none or all.
     """
+    changes: list[_Change] = []
+    for change in _every_choice(masks, groups=groups):
+        if change not in changes:
+            changes.append(change)
+    return changes
+
+
+def _every_choice(masks: Sequence[Made], *, groups: bool) -> Iterator[_Change]:
     if masks:
-        yield _Change(masks)
+        yield _Change(tuple(masks))
         yield _Change(lines={line for line, _ in masks})
     for mask in masks[:: max(1, -(-len(masks) // _ALONE))]:
-        yield _Change([mask])
+        yield _Change((mask,))
     for seed in range(_AT_RANDOM if masks else 0):
         chosen = torch.rand(len(masks), generator=torch.Generator().manual_seed(seed)) < 0.5
-        yield _Change([mask for mask, one in zip(masks, chosen, strict=True) if one])
+        yield _Change(tuple(mask for mask, one in zip(masks, chosen, strict=True) if one))
     if groups:
         yield from (_Change(grouped=share) for share in (1.0, 0.5))
 
@@ -435,7 +444,8 @@ def are_selected_alike(step: TorchStep, selections: Selections, places: Collecti
         return False
     meant = [one[0] for place in places for one in observed.asked.get(place, []) if one is not None]
     masks = [made for made in dict.fromkeys([*meant, *observed.selected]) if made is not None]
-    changes = [_Change(), _Change(masks, full=True), *_choices(masks, groups=observed.groups)]
+    changes = [_Change(), _Change(masks, full=True)]
+    changes += [one for one in _choices(masks, groups=observed.groups) if one not in changes]
     # Functions that ask for numbers have other code.
     lines = {line_of(place) for place in places}
     asked = {(code.co_filename, line) for code, (line, _) in asking.others}

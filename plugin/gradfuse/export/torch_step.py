@@ -43,9 +43,10 @@ from gradfuse.training.optimizers import Optimizer
 from gradfuse.training.step import DROPOUT_SEED, GRADIENT_SUFFIX, LOSS, UPDATED_SUFFIX
 
 TRIED_SEED = 1_234_567_891
+"""The seed that models are compared at; not that of a fresh step, which is 0."""
 
 _SMALLER = 0.75
-"""The seed that models are compared at; not that of a fresh step, which is 0."""
+"""By what `with_others` multiplies numbers."""
 
 _WRITES_OF_UPDATE = 3
 """How often an update in place counts as a write."""
