@@ -44,8 +44,8 @@ SIZES += [(128, 256, 32_000), (512, 256, 32_000), (128, 256, 128_256), (512, 256
 QUICK = [(512, 256, 4_096), (128, 256, 32_000), (512, 256, 32_000), (1024, 1024, 8_192)]
 
 _OPERATOR = """
-    loss, grad_input, grad_weight, grad_bias =
-        aclnn.LinearCrossEntropy<output_mask = [1, 1, 1, 0]>(input, weight, target)
+    loss, grad_input, grad_weight, grad_bias, logsumexp =
+        aclnn.LinearCrossEntropy<output_mask = [1, 1, 1, 0, 0]>(input, weight, target)
 """
 _NODES = """
     one = Constant<value_float = 1.0>()

@@ -31,8 +31,8 @@ class Model:
     trained: bool = False
 
 
-def _gpt(layers: int, width: int, classes: int, batch: int, length: int) -> Made:
-    """A decoder with causal attention and an output layer of its own."""
+def _gpt(layers: int, width: int, classes: int, batch: int, length: int, z_loss: float = 0.0) -> Made:
+    """A decoder with causal attention and an output layer of its own, and maybe a factor of a z-loss."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -64,7 +64,8 @@ def _gpt(layers: int, width: int, classes: int, batch: int, length: int) -> Made
             return self.head(self.norm(self.blocks(self.embed(ids) + self.positions)))  # type: ignore[no-any-return]
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        entropy = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return entropy + z_loss * logits.logsumexp(-1).square().mean() if z_loss else entropy
 
     ids = torch.randint(0, classes, (batch, length))
     return Gpt(), loss, (ids,), ids.roll(-1, 1)
@@ -202,9 +203,12 @@ MODELS = {
         f"GPT, 4 layers of 256, {length:,} tokens": Model(
             functools.partial(_gpt, 4, 256, 8192, 1, length), f"1 x {length:,}"
         )
-        for length in (1024, 2048, 4096)
+        for length in (1024, 2048, 4096, 8192)
     },
     "GPT, 4 layers of 256, 128,256 classes": Model(functools.partial(_gpt, 4, 256, 128_256, 4, 256), "4 x 256"),
+    "GPT, 4 layers of 256, 128,256 classes, z-loss": Model(
+        functools.partial(_gpt, 4, 256, 128_256, 4, 256, z_loss=1e-4), "4 x 256", trained=True
+    ),
     **{
         f"GPT, {layers} layers of {width}": Model(
             functools.partial(_gpt, layers, width, 8192, 1, 128), "1 x 128", axis=True

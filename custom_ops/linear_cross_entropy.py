@@ -51,8 +51,10 @@ def _infer(call: Call) -> list[Tensor]:
         classes = call.same(name, "C", classes, *call.shape(name, "C"))
     if "grad_loss" in call.inputs:
         rows = check_grad_loss(call, reduction, rows)
+    if "grad_logsumexp" in call.inputs:
+        rows = call.same("grad_logsumexp", "N", rows, *call.shape("grad_logsumexp", "N"))
     loss: Shape = (rows,) if reduction == "none" else ()
-    return call.masked(OPERATOR, (loss, (rows, features), (classes, features), (classes,)))
+    return call.masked(OPERATOR, (loss, (rows, features), (classes, features), (classes,), (rows,)))
 
 
 def _choices(call: Call) -> Iterable[str]:
@@ -86,8 +88,7 @@ _COUNT_OF_ROW = """
 _CAPPED = """
     cap_float = Constant<value_float: float = @softcap>()
     cap = Cast<to=$real>(cap_float)
-    counted = Where(ignored, zero, products)
-    ratio = Div(counted, cap)
+    ratio = Div(of_rows, cap)
     bounded = Tanh(ratio)
     logits = Mul(bounded, cap)
     square = Mul(bounded, bounded)
@@ -130,8 +131,14 @@ _SMOOTH_GRAD = """
 """
 
 
+def _all_or_counted(name: str, value: str, takes_all_rows: bool) -> str:
+    choice = f"Identity({value})" if takes_all_rows else f"Where(ignored, zero, {value})"
+    return f"{name} = {choice}\n"
+
+
 def _body(variant: Variant) -> str:
     wanted, given = variant.choices, variant.inputs
+    takes_all_rows = "logsumexp" in wanted or "grad_logsumexp" in given
     smooths = "label_smoothing" in wanted
     (reduction,) = variant.choices.intersection(_REDUCED)
     text = "".join(_REAL_INPUTS.format(name=name) for name in ("input", "linear_weight"))
@@ -162,7 +169,7 @@ def _body(variant: Variant) -> str:
         class_numbers = Range(first, classes, step)
         [target_out_of_range] label = Gather(class_numbers, position)
         {_WEIGHT_OF_ROW if "weight" in given else _COUNT_OF_ROW}
-        x = Where(ignored, zero, input_real)
+        {_all_or_counted("x", "input_real", takes_all_rows)}
         turned_weight = Transpose<perm=[1, 0]>(linear_weight_real)
         linear = MatMul(x, turned_weight)
     """
@@ -173,7 +180,11 @@ def _body(variant: Variant) -> str:
         """
     else:
         text += "products = Identity(linear)\n"
-    text += _CAPPED if "softcap" in wanted else "logits = Identity(products)\n"
+    if "softcap" in wanted:
+        # No row is wrong here: the choice is for what is said at _CAPPED.
+        text += f"of_rows = Where({'wrong' if takes_all_rows else 'ignored'}, zero, products)\n{_CAPPED}"
+    else:
+        text += "logits = Identity(products)\n"
     text += """
         lp = LogSoftmax<axis=1>(logits)
         target_lp = GatherElements<axis=1>(lp, label)
@@ -210,8 +221,23 @@ def _body(variant: Variant) -> str:
         at_target = Sub(dense_at_target, q_of_target)
         patched = ScatterElements<axis=1>(dense, label, at_target)
     """
-    text += "of_products = Mul(patched, slope)\n" if "softcap" in wanted else "of_products = Identity(patched)\n"
-    text += "kept_grad = Where(ignored, zero, of_products)\n"
+    of_logits = "patched"
+    if takes_all_rows:
+        text += "of_loss = Where(ignored, zero, patched)\n"
+        of_logits = "of_loss"
+    if "grad_logsumexp" in given:
+        text += """
+            grad_logsumexp_real = Cast<to=$real>(grad_logsumexp)
+            grad_logsumexp_column = Reshape<allowzero=1>(grad_logsumexp_real, column)
+            of_logsumexp = Mul(p, grad_logsumexp_column)
+            of_both = Add(of_loss, of_logsumexp)
+        """
+        of_logits = "of_both"
+    product = f"Mul({of_logits}, slope)" if "softcap" in wanted else f"Identity({of_logits})"
+    text += f"of_products = {product}\n" + _all_or_counted("kept_grad", "of_products", takes_all_rows)
+    largest = "largest_logit = ReduceMax<keepdims=1>(logits, one_wide)"
+    if variant.opset < 18:
+        largest = "largest_logit = ReduceMax<keepdims=1, axes=[1]>(logits)"
     results = {
         "loss": "loss_result = Identity(loss_real)\n",
         "grad_input": "grad_input_result = MatMul(kept_grad, linear_weight_real)\n",
@@ -220,6 +246,17 @@ def _body(variant: Variant) -> str:
             grad_weight_result = MatMul(turned_grad, x)
         """,
         "grad_bias": "grad_bias_result = ReduceSum<keepdims=0>(kept_grad, zero_wide)\n",
+        "logsumexp": f"""
+            {largest}
+            unbounded = IsInf(largest_logit)
+            shift = Where(unbounded, zero, largest_logit)
+            shifted = Sub(logits, shift)
+            powers = Exp(shifted)
+            power_sum = ReduceSum<keepdims=1>(powers, one_wide)
+            log_sum = Log(power_sum)
+            logsumexp_column = Add(log_sum, shift)
+            logsumexp_result = Reshape<allowzero=1>(logsumexp_column, rows)
+        """,
     }
     for name, lines in results.items():
         if name in wanted:
@@ -236,14 +273,15 @@ def _torch_outputs(
     linear_bias: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     grad_loss: torch.Tensor | None = None,
+    grad_logsumexp: torch.Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     softcap: float = 0.0,
-    output_mask: Sequence[bool] = (True, True, True, True),
+    output_mask: Sequence[bool] = (True, True, True, True, False),
 ) -> tuple[torch.Tensor, ...]:
     loss = target.shape if reduction == "none" else ()
-    shapes = (loss, input.shape, linear_weight.shape, linear_weight.shape[:1])
+    shapes = (loss, input.shape, linear_weight.shape, linear_weight.shape[:1], target.shape)
     return tuple(input.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, output_mask, strict=True))
 
 
@@ -254,11 +292,13 @@ OPERATOR = Operator(
         "Cross entropy of the results of a linear layer, and its gradients, which are known up to the factor "
         "grad_loss. With z = input linear_weight^T + linear_bias and logits z, or softcap tanh(z / softcap), the loss "
         "is that of cross_entropy(logits, target, weight, reduction, ignore_index, label_smoothing), and the gradients "
-        "are those of its sum times grad_loss. Rows whose target is ignore_index have no part in it: their losses and "
-        "gradients are 0; any other target outside [0, C) is an error at run time. The kernels keep no tensor of "
-        "N x C."
+        "are those of its sum times grad_loss, and of logsumexp(logits) of each row times grad_logsumexp. Rows whose "
+        "target is ignore_index have no part in the loss: theirs and its gradients are 0. Any other target outside "
+        "[0, C) is an error at run time. The kernels keep no tensor of N x C."
     ),
-    summary="cross entropy of a linear layer, with the loss: bias, softcap, class weights, ignored rows, smoothing",
+    summary=(
+        "cross entropy of a linear layer, with the loss: bias, softcap, class weights, ignored rows, smoothing, z-loss"
+    ),
     counterpart="`F.linear_cross_entropy`, and its autograd",
     inputs=(
         Input("input", "T", "Input of the linear layer, (N, H)."),
@@ -277,19 +317,23 @@ OPERATOR = Operator(
             "Gradient of the loss: () or (1) for mean and sum, (N) for none. Absent: 1.",
             optional=True,
         ),
+        Input("grad_logsumexp", "T", "Gradient of logsumexp, (N). Absent: 0.", optional=True),
     ),
     outputs=(
         Output("loss", "The loss, () for mean and sum, (N) for none; (0) where it is not wanted."),
         Output("grad_input", "Gradient w.r.t. input, of its shape; (0) where it is not wanted."),
         Output("grad_weight", "Gradient w.r.t. linear_weight, of its shape; (0) where it is not wanted."),
         Output("grad_bias", "Gradient w.r.t. linear_bias, (C); (0) where it is not wanted."),
+        Output(
+            "logsumexp", "Log of the sum of the exponentials of each row's logits, (N); (0) where it is not wanted."
+        ),
     ),
     attributes=(
         Attribute("reduction", "mean", "mean, sum or none."),
         Attribute("ignore_index", -100, "Target of the rows that do not count."),
         Attribute("label_smoothing", 0.0, "Share of the target which is spread over all classes, in [0, 1]."),
         Attribute("softcap", 0.0, "What the magnitude of logits stays below; 0: any."),
-        Attribute("output_mask", (1, 1, 1, 1), "Which of loss, grad_input, grad_weight and grad_bias are wanted."),
+        Attribute("output_mask", (1, 1, 1, 1, 0), "Which of the outputs are wanted, in their order."),
     ),
     constraints={
         "T": (*FLOAT_TYPES, "tensor(double)"),

@@ -13,7 +13,7 @@ Status Check(const LinearCrossEntropyArgs& args) {
   GRADFUSE_RETURN_IF_ERROR(CheckOptions(args));
   GRADFUSE_EXPECT(args.softcap >= 0 && args.softcap <= std::numeric_limits<float>::max(), "softcap",
                   Describe(args.softcap), "0 or a positive number");
-  GRADFUSE_RETURN_IF_ERROR(CheckMask(args.output_mask, 4));
+  GRADFUSE_RETURN_IF_ERROR(CheckMask(args.output_mask, 5));
   GRADFUSE_EXPECT(args.input.shape.rank() == 2, "input", Describe(args.input), "shape (N,H)");
   const Shape& weight = args.linear_weight.shape;
   GRADFUSE_EXPECT(weight.rank() == 2 && weight[0] > 0 && weight[1] == args.Features(), "linear_weight",
@@ -28,12 +28,16 @@ Status Check(const LinearCrossEntropyArgs& args) {
     GRADFUSE_RETURN_IF_ERROR(CheckShape("weight", *args.weight, per_class, ", one weight a class"));
   }
   if (args.grad_loss) GRADFUSE_RETURN_IF_ERROR(CheckGradLoss(args, *args.grad_loss, args.Rows()));
+  if (args.grad_logsumexp) {
+    GRADFUSE_RETURN_IF_ERROR(CheckShape("grad_logsumexp", *args.grad_logsumexp, {args.Rows()}, ", one value a row"));
+  }
   return args.target.on_host ? CheckTargets(args, args.Classes()) : Status();
 }
 
 std::vector<Shape> OutputShapes(const LinearCrossEntropyArgs& args) {
   const Shape losses = args.reduction == "none" ? args.target.shape : Shape{};
-  return Masked(args.output_mask, {losses, args.input.shape, args.linear_weight.shape, {args.Classes()}});
+  return Masked(args.output_mask,
+                {losses, args.input.shape, args.linear_weight.shape, {args.Classes()}, args.target.shape});
 }
 
 }  // namespace gradfuse

@@ -37,8 +37,11 @@ SIZES = [(241, 3, 257), (130, 300, 40), (12, 257, 513), (500, 2, 3), (1, 1, 1), 
 @pytest.mark.parametrize("device", [CPU], indirect=True)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_blocks_and_the_same_bits_for_any_number_of_threads(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    check_threads(arguments(*sizes, dtype, label_smoothing=0.1), dtype)
+@pytest.mark.parametrize("summed", (False, True))
+def test_blocks_and_the_same_bits_for_any_number_of_threads(
+    sizes: tuple[int, int, int], dtype: torch.dtype, summed: bool
+) -> None:
+    check_threads(arguments(*sizes, dtype, label_smoothing=0.1, summed=summed), dtype)
 
 
 @pytest.mark.long
@@ -54,7 +57,7 @@ def test_blocks_and_the_same_bits_for_any_number_of_threads(sizes: tuple[int, in
     ids=str,
 )
 def test_more_logits_than_are_kept(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
-    check_threads(arguments(*sizes, dtype, bias=False, weighted=False), dtype)
+    check_threads(arguments(*sizes, dtype, bias=False, weighted=False, summed=True), dtype)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -100,7 +103,31 @@ def test_likely_targets_have_small_gradients() -> None:
     assert loss > 0 and of_input[0, 0] < 0
 
 
-@pytest.mark.parametrize("mask", list(product((0, 1), repeat=4)))
+@pytest.mark.parametrize("ignored", (IGNORED, 0))
+def test_ignored_rows_have_a_logsumexp_and_its_gradient(ignored: int) -> None:
+    sample = arguments(30, 9, 20, torch.float32, ignored=0.5, ignore_index=ignored, summed=True)
+    _, of_input, _, _, sums = check(sample, torch.float32)
+    target = sample.inputs[2]
+    assert target is not None and (target == ignored).any()
+    assert sums[target == ignored].all() and of_input[target == ignored].any(1).all()
+    everything = torch.full_like(target, ignored)
+    check(Sample([*sample.inputs[:2], everything, *sample.inputs[3:]], sample.attributes), torch.float32)
+
+
+def test_classes_that_the_bias_excludes() -> None:
+    """Whole blocks of them too, and all in a row."""
+    sample = arguments(5, 4, 600, torch.float32, ignored=0.0, weighted=False, summed=True)
+    target, bias = sample.inputs[2:4]
+    assert target is not None and bias is not None
+    bias[250:520] = -torch.inf
+    target %= 250
+    check(sample, torch.float32)
+    bias.fill_(-torch.inf)
+    loss, *_, sums = run(OP, *sample.inputs, **sample.attributes)
+    assert loss.isnan() and torch.equal(sums, torch.full((5,), -torch.inf))
+
+
+@pytest.mark.parametrize("mask", list(product((0, 1), repeat=5)))
 def test_only_what_is_wanted_is_computed(mask: tuple[int, ...]) -> None:
     outputs = check(arguments(5, 3, 4, torch.float32, output_mask=mask), torch.float32)
     assert [output.numel() > 0 for output in outputs] == list(map(bool, mask))
@@ -122,8 +149,13 @@ X, W, T = torch.zeros(6, 4), torch.zeros(7, 4), torch.zeros(6, dtype=torch.int64
             {},
             "grad_loss is float32(6); expected shape () or (1), as reduction is 'mean'",
         ),
+        (
+            (X, W, T, None, None, None, X[:5, 0]),
+            {},
+            "grad_logsumexp is float32(5); expected float32(6), one value a row",
+        ),
         ((X, W, T), {"softcap": -1.0}, "softcap is -1; expected 0 or a positive number"),
-        ((X, W, T), {"output_mask": (1, 0)}, "output_mask is [1, 0]; expected 4 numbers, 0 or 1"),
+        ((X, W, T), {"output_mask": (1, 0)}, "output_mask is [1, 0]; expected 5 numbers, 0 or 1"),
     ],
 )
 def test_bad_arguments(inputs: tuple[Tensor, ...], attributes: dict[str, Any], message: str) -> None:

@@ -109,8 +109,8 @@ def test_sessions_take_what_others_have_left() -> None:
 def loss_of_a_head(*, pool: bool) -> float:
     """What a kernel gives that keeps logits of 16 MiB for itself; its inputs and results take a quarter of one."""
     rows, classes, features = 512, 8192, 8
-    nodes = [helper.make_node("LinearCrossEntropy", ["x", "w", "t"], ["y", "dx", "dw", "db"], domain="aclnn")]
-    nodes[0].attribute.append(helper.make_attribute("output_mask", [1, 1, 0, 0]))
+    nodes = [helper.make_node("LinearCrossEntropy", ["x", "w", "t"], ["y", "dx", "dw", "db", "z"], domain="aclnn")]
+    nodes[0].attribute.append(helper.make_attribute("output_mask", [1, 1, 0, 0, 0]))
     weight = numpy_helper.from_array(np.full((classes, features), 1e-3, np.float32), "w")
     x, t, y = (
         helper.make_tensor_value_info(name, type_, shape)

@@ -80,11 +80,15 @@ def nodes(step: TrainingStep, *op_types: str) -> list[onnx.NodeProto]:
 def assert_one_head(step: TrainingStep) -> onnx.NodeProto:
     """One operator gives the loss and all gradients, and nothing has an element for each row and class."""
     (head,) = nodes(step, "LinearCrossEntropy")
+    assert_no_logits(step)
+    return head
+
+
+def assert_no_logits(step: TrainingStep) -> None:
     assert not nodes(step, "LogSoftmax", "GatherElements", "CrossEntropyLossGrad", "SoftmaxCrossEntropyLoss")
     for value in step.model.graph.value_info:
         dims = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
         assert dims[-1:] != [CLASSES] or len(dims) == 1
-    return head
 
 
 def of_each_token(logits: Tensor, target: Tensor) -> Tensor:
@@ -125,6 +129,40 @@ def test_a_head_is_one_operator(kind: str) -> None:
     model, loss, options = KINDS[kind]
     step = exported(model, loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **options)
     assert_one_head(step)
+
+
+def z_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return of_tokens()(logits, target) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def masked_z_loss(logits: Tensor, target: Tensor) -> Tensor:
+    rows, labels = logits.flatten(0, 1), target.flatten()
+    counts = (labels != -100).to(logits.dtype)
+    sums = torch.logsumexp(rows, dim=-1, keepdim=True)
+    return F.cross_entropy(rows, labels, reduction="sum") / counts.sum() + (sums[:, 0] ** 2 * counts).mean()
+
+
+Z_LOSSES: dict[str, tuple[Model, Loss, dict[str, Any]]] = {
+    "of tokens": (Model(), z_loss, {}),
+    "of rows that are not ignored": (Model(tied=True), masked_z_loss, {"ignored": True}),
+    "of capped logits": (Model(after=lambda x: 30 * (x / 30).tanh()), z_loss, {}),
+    "of shifted tokens": (Model(after=lambda x: x[:, :-1]), lambda x, t: z_loss(x, t[:, 1:]), {}),
+    "of classes in the middle": (Model(), lambda x, t: of_each_token(x, t) + x.logsumexp(-1).square().mean(), {}),
+    "by log-probabilities": (Model(), lambda x, t: picked(x, t) + x.logsumexp(-1).square().mean(), {}),
+    "of any batch": (
+        Model(nn.Linear(WIDTH, CLASSES)), z_loss, {"dynamic_shapes": ({0: "b", 1: "t"}, {0: "b", 1: "t"})}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", Z_LOSSES)
+@pytest.mark.sampled(every=3)
+def test_a_z_loss_needs_no_logits(kind: str) -> None:
+    """One operator gives the loss and the logarithms of sums, from which the other has its gradient."""
+    model, loss, options = Z_LOSSES[kind]
+    step = exported(model, loss, **options)
+    assert len(nodes(step, "LinearCrossEntropy")) == 2
+    assert_no_logits(step)
 
 
 def test_the_loss_of_linear_layer_and_cross_entropy_exports() -> None:
@@ -254,11 +292,17 @@ def small(logits: Tensor) -> Tensor:
     "model, loss, options",
     [
         (Model(), lambda x, t: of_tokens()(x, t) + x.square().mean(), {}),
+        (Model(), lambda x, t: of_tokens()(x, t) + (x / 2).logsumexp(-1).mean(), {}),
+        (Model(), lambda x, t: of_tokens()(x, t) + x.logsumexp(1).mean(), {}),
+        (Model(), lambda x, t: of_tokens()(x[:, :-1], t[:, 1:]) + x.logsumexp(-1).mean(), {}),
         (Model(), of_tokens(), {"fuse": False}),
         (Model(after=small), lambda x, t: of_tokens()(x, t.clamp(max=CLASSES - 2)), {}),
         (Model(nn.Linear(WIDTH, CLASSES - 1)), lambda x, t: of_tokens()(x, t.clamp(max=CLASSES - 2)), {}),
     ],
-    ids=("read by something else", "not fused", "some classes", "few classes"),
+    ids=(
+        *("read by something else", "read with a temperature", "read along the tokens", "read by more rows"),
+        *("not fused", "some classes", "few classes"),
+    ),
 )
 @pytest.mark.sampled(every=2)
 def test_other_heads_stay_as_they_are(model: Model, loss: Loss, options: dict[str, Any]) -> None:
@@ -288,6 +332,33 @@ def test_labels_out_of_range_are_refused() -> None:
     tokens = np.zeros(SHAPE, np.int64)
     with pytest.raises(Exception, match=rf"target.* is {CLASSES}|out of range|expected 0 to {CLASSES - 1}"):
         session.step(tokens, np.full(SHAPE, CLASSES))
+
+
+def test_a_z_loss_of_an_onnx_model() -> None:
+    rows = FEWEST_ROWS
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 9, opset_import: ["": 18]>
+        head (double[{rows}, {WIDTH}] x, int64[{rows}] target, double[{CLASSES}, {WIDTH}] weight) => (double loss) {{
+            turned = Transpose<perm = [1, 0]>(weight)  logits = MatMul(x, turned)
+            entropy = SoftmaxCrossEntropyLoss<reduction = "mean">(logits, target)
+            axes = Constant<value_ints = [1]>()  sums = ReduceLogSumExp<keepdims = 0>(logits, axes)
+            squares = Mul(sums, sums)  z = ReduceMean<keepdims = 0>(squares)  loss = Add(entropy, z)
+        }}"""
+    )
+    x, weight = torch.randn(rows, WIDTH).double(), torch.randn(CLASSES, WIDTH).double().requires_grad_()
+    target = torch.randint(0, CLASSES, (rows,))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight.detach().numpy(), "weight"))
+    del model.graph.input[2:]
+    step = build_training_step(model, None)
+    assert len(nodes(step, "LinearCrossEntropy")) == 2
+    session = TrainingSession(step)
+    loss = session.step((x.numpy(), target.numpy()))
+    expected = F.cross_entropy(x @ weight.T, target) + (x @ weight.T).logsumexp(1).square().mean()
+    (gradient,) = torch.autograd.grad(expected, weight)
+    expected = expected.detach()
+    assert_gradients_close(np.asarray(loss, np.float64), expected, expected, torch.float64)
+    terms = 10 * float(gradient.abs().max())
+    assert_gradients_close(session.gradients["weight"], gradient, gradient, torch.float64, terms=terms)
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32))

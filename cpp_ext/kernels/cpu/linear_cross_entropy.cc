@@ -32,6 +32,12 @@ struct PartialSums {
   Real sum;  // of exp(logit - max)
 };
 
+// What is subtracted ahead of exp: where all logits are -inf, as those of classes that a bias excludes, nothing.
+template <class Real>
+Real ShiftOf(Real max) {
+  return max == -std::numeric_limits<Real>::infinity() ? 0 : max;
+}
+
 // What the gradients of a row's logits need beside them: exp(logit - max) scale - shift weight.
 template <class Real>
 struct RowTerms {
@@ -84,7 +90,7 @@ PartialSums<Real> SumsOf(const Real* logits, int64_t count) {
   Real lanes[hn::MaxLanes(TagOf<Real>())];
   hn::StoreU(maxima, d, lanes);
   for (const Real lane : lanes) max = std::max(max, lane);
-  const auto of_all = hn::Set(d, max);
+  const auto of_all = hn::Set(d, ShiftOf(max));
   auto sum = hn::Zero(d);
   ForEachVector(d, count, [&](int64_t c, auto at) HWY_ATTR {
     const auto power = Exp<Real>(d, Load(at, d, logits + c) - of_all);
@@ -202,10 +208,10 @@ Real* Reserve(Lines<Real>& lines, int64_t count) {
   return lines.data();
 }
 
-// The rows that count are cut into blocks, and so are the classes. In a first pass, tasks that have a block of classes
-// each compute its logits, row block by row block, and what the logsumexp of each row needs of them. In the second,
-// they compute the gradients of the logits, and from these that of the block's weights; then, for some blocks of
-// classes at a time, tasks that have some rows each add up the gradient of the input.
+// The rows that are computed are cut into blocks, and so are the classes. In a first pass, tasks that have a block of
+// classes each compute its logits, row block by row block, and what the logsumexp of each row needs of them. In the
+// second, they compute the gradients of the logits, and from these that of the block's weights; then, for some blocks
+// of classes at a time, tasks that have some rows each add up the gradient of the input.
 //
 // The second pass finds the logits of the first where those of some blocks of rows may be kept: these are then done
 // with before the next are begun. Else it computes them again, for all rows together, as the weights and their gradient
@@ -227,7 +233,7 @@ class LinearCrossEntropy {
         coefficients_(CoefficientsOf(args, classes_, weight_)) {
     const auto* target = args.target.Data<int64_t>();
     for (int64_t row = 0; row < args.Rows(); ++row) {
-      if (target[row] != args.ignore_index) kept_.push_back(row);
+      if (args.TakesAllRows() || target[row] != args.ignore_index) kept_.push_back(row);
     }
     if (args.linear_bias) {
       bias_ = Lines<Real>(classes_);
@@ -357,7 +363,11 @@ class LinearCrossEntropy {
   }
 
   int64_t RowAt(int64_t row) const { return kept_[static_cast<size_t>(begin_ + row)]; }
-  int64_t LabelOf(int64_t row) const { return args_.target.Data<int64_t>()[RowAt(row)]; }
+  // -1 of rows that are ignored.
+  int64_t LabelOf(int64_t row) const {
+    const int64_t label = args_.target.Data<int64_t>()[RowAt(row)];
+    return label == args_.ignore_index ? -1 : label;
+  }
 
   // The largest logit of a row, and the logarithm of the sum of exp(logit - max).
   std::pair<Real, double> LogSumOf(int64_t row) const {
@@ -368,7 +378,7 @@ class LinearCrossEntropy {
     for (int64_t block = 0; block < blocks_; ++block) max = std::max(max, at(block).max);
     double sum = 0;
     for (int64_t block = 0; block < blocks_; ++block) {
-      sum += at(block).sum * std::exp(static_cast<double>(at(block).max) - max);
+      sum += at(block).sum * std::exp(static_cast<double>(ShiftOf(at(block).max)) - ShiftOf(max));
     }
     return {max, std::log(sum)};
   }
@@ -377,6 +387,7 @@ class LinearCrossEntropy {
     const bool per_row = args_.reduction == "none";
     const bool of_loss = args_.Wants(0);
     const T* const grad_loss = args_.grad_loss ? args_.grad_loss->Data<T>() : nullptr;
+    const T* const grad_logsumexp = args_.grad_logsumexp ? args_.grad_logsumexp->Data<T>() : nullptr;
     T* const out = args_.loss.MutableData<T>();
     if (of_loss && per_row && begin_ == 0) std::fill(out, out + args_.Rows(), T{});
     terms_.resize(static_cast<size_t>(rows_));
@@ -386,6 +397,14 @@ class LinearCrossEntropy {
     for (int64_t row = 0; row < rows_; ++row) {
       const auto place = static_cast<size_t>(row);
       const auto [max, log_sum] = LogSumOf(row);
+      if (args_.Wants(4)) {
+        args_.logsumexp.MutableData<T>()[RowAt(row)] = FromCompute<T>(static_cast<Real>(max + log_sum));
+      }
+      const double h = grad_logsumexp == nullptr ? 0 : ToCompute(grad_logsumexp[RowAt(row)]);
+      if (LabelOf(row) < 0) {
+        terms_[place] = {max, static_cast<Real>(h / std::exp(log_sum)), 0};
+        continue;
+      }
       const double label_weight = weight_ ? weight_[LabelOf(row)] : 1;
       const double log_prob = static_cast<double>(target_logits_[place]) - max - log_sum;
       double loss = -(1 - smoothing) * label_weight * log_prob;
@@ -401,11 +420,12 @@ class LinearCrossEntropy {
       const double g = grad_loss == nullptr ? 1 : ToCompute(grad_loss[per_row ? RowAt(row) : 0]);
       const double q = coefficients_.target * g * label_weight;
       const double s = smooths_ ? coefficients_.smoothing * g : 0;
-      const double scale = smooths_ ? q + s * weight_sum : q;
+      const double scale = (smooths_ ? q + s * weight_sum : q) + h;
       terms_[place] = {max, static_cast<Real>(scale / std::exp(log_sum)), static_cast<Real>(s)};
       // exp(log_prob) - 1 would cancel where the label is likely.
       double grad = q * std::expm1(log_prob);
       if (smooths_) grad += s * (std::exp(log_prob) * weight_sum - label_weight);
+      if (grad_logsumexp != nullptr) grad += h * std::exp(log_prob);
       if (softcap_ != 0) {
         const double capped = target_logits_[place] / static_cast<double>(softcap_);
         grad *= 1 - capped * capped;
@@ -534,7 +554,7 @@ class LinearCrossEntropy {
   Real softcap_;
   bool smooths_;
   CrossEntropyCoefficients coefficients_;
-  std::vector<int64_t> kept_;  // the rows that count
+  std::vector<int64_t> kept_;  // the rows that are computed
   int64_t begin_ = 0;          // of those of them that are done at once
   int64_t rows_ = 0;           // how many these are
   bool keeps_ = false;         // their logits

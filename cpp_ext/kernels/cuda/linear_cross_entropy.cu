@@ -35,13 +35,15 @@ struct Params {
   const T* input;
   const T* linear_weight;
   const int64_t* target;
-  const T* linear_bias;  // these three: or null
+  const T* linear_bias;  // these four: or null
   const Real* weight;
   const T* grad_loss;
-  T* loss;  // these four: or null
+  const T* grad_logsumexp;
+  T* loss;  // these five: or null
   T* grad_input;
   T* grad_weight;
   T* grad_bias;
+  T* logsumexp;
   int64_t rows;
   int64_t features;
   int64_t classes;
@@ -51,6 +53,7 @@ struct Params {
   Real softcap;
   bool is_mean;
   bool is_none;
+  bool takes_all_rows;
   int32_t* fault;
   // Workspace.
   Totals* totals;
@@ -95,7 +98,8 @@ template <class T>
 __device__ ComputeType<T> GradientAt(const Params<T>& params, int64_t row, int64_t c) {
   using Real = ComputeType<T>;
   const Row<Real>& terms = params.row_terms[row];
-  if (terms.label < 0) return terms.label == kIgnored ? Real{0} : NotANumber<Real>();
+  if (terms.label == kOutOfRange) return NotANumber<Real>();
+  if (terms.label == kIgnored && !params.takes_all_rows) return Real{0};
   if (terms.label == c) return terms.at_target;
   const Real logit = LogitAt(params, row, c);
   const Real grad = Exp(logit - terms.max) * terms.scale - terms.shift * WeightOf(params, c);
@@ -126,10 +130,11 @@ __global__ void __launch_bounds__(kThreads) OfRows(const __grid_constant__ Param
   GRADFUSE_SHARED(Real, maxima, kThreads);
   for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {
     const int64_t label = LabelAt(params, row);
-    if (label < 0) {
+    if (label == kOutOfRange || (label == kIgnored && !params.takes_all_rows)) {
       if (threadIdx.x == 0) {
         params.row_terms[row] = {0, 0, 0, 0, label};
         params.losses[row] = label == kIgnored ? 0.0 : NotANumber<double>();
+        if (params.logsumexp != nullptr) params.logsumexp[row] = Narrow<T>(NotANumber<Real>());
         if (label == kOutOfRange) SetFault(params.fault, kTargetPlace);
       }
       continue;
@@ -143,7 +148,8 @@ __global__ void __launch_bounds__(kThreads) OfRows(const __grid_constant__ Param
         sum *= Exp(static_cast<double>(max) - logit);
         max = logit;
       }
-      sum += Exp(logit - max);
+      // Classes that a bias excludes have logits of -inf.
+      if (logit != Never<Real>()) sum += Exp(logit - max);
       weighted += static_cast<double>(logit) * WeightOf(params, c);
     }
     maxima[threadIdx.x] = max;
@@ -157,10 +163,17 @@ __global__ void __launch_bounds__(kThreads) OfRows(const __grid_constant__ Param
     sum = SumOverBlock<kThreads>(sum);
     weighted = SumOverBlock<kThreads>(weighted);
     if (threadIdx.x != 0) continue;
+    const double log_sum = Log(sum);
+    if (params.logsumexp != nullptr) params.logsumexp[row] = Narrow<T>(static_cast<Real>(largest + log_sum));
+    const double h = params.grad_logsumexp != nullptr ? Widen(params.grad_logsumexp[row]) : Real{0};
+    if (label == kIgnored) {
+      params.row_terms[row] = {largest, static_cast<Real>(h / sum), 0, 0, label};
+      params.losses[row] = 0;
+      continue;
+    }
     const Totals totals = *params.totals;
     const double smoothing = params.label_smoothing;
     const Real target_logit = LogitAt(params, row, label);
-    const double log_sum = Log(sum);
     const double log_prob = static_cast<double>(target_logit) - largest - log_sum;
     const double label_weight = WeightOf(params, label);
     double loss = -(1 - smoothing) * label_weight * log_prob;
@@ -171,8 +184,8 @@ __global__ void __launch_bounds__(kThreads) OfRows(const __grid_constant__ Param
     const double q = g * (1 - smoothing) * label_weight / totals.denominator;
     const double s = smoothing != 0 ? g * smoothing / (classes * totals.denominator) : 0.0;
     // exp(log_prob) - 1 would cancel where the label is likely.
-    double at_target = q * expm1(log_prob);
-    double scale = q;
+    double at_target = q * expm1(log_prob) + h * Exp(log_prob);
+    double scale = q + h;
     if (smoothing != 0) {
       at_target += s * (Exp(log_prob) * totals.weight_sum - label_weight);
       scale += s * totals.weight_sum;
@@ -265,10 +278,13 @@ Status RunTyped(const LinearCrossEntropyArgs& args, const Queue& queue) {
   params.linear_bias = args.linear_bias ? args.linear_bias->Data<T>() : nullptr;
   params.weight = args.weight ? args.weight->Data<ComputeType<T>>() : nullptr;
   params.grad_loss = args.grad_loss ? args.grad_loss->Data<T>() : nullptr;
+  params.grad_logsumexp = args.grad_logsumexp ? args.grad_logsumexp->Data<T>() : nullptr;
   params.loss = args.Wants(0) ? args.loss.MutableData<T>() : nullptr;
   params.grad_input = args.Wants(1) ? args.grad_input.MutableData<T>() : nullptr;
   params.grad_weight = args.Wants(2) ? args.grad_weight.MutableData<T>() : nullptr;
   params.grad_bias = args.Wants(3) ? args.grad_bias.MutableData<T>() : nullptr;
+  params.logsumexp = args.Wants(4) ? args.logsumexp.MutableData<T>() : nullptr;
+  params.takes_all_rows = args.TakesAllRows();
   params.is_mean = args.reduction == "mean";
   params.is_none = args.reduction == "none";
   params.grad_stride = params.is_none ? 1 : 0;

@@ -29,28 +29,36 @@ FEWEST_LOGITS = 2**25
 """From which number on their tensor is larger than what the operator takes for itself, 32 to 128 MiB."""
 _ASSUMED_ROWS = 512
 _ROWS_BY_FEATURE = 2
-_LOSS, _GRADIENTS = 0, (1, 2, 3)
+_OUTPUTS = 5
+_LOSS, _GRADIENTS, _LOGSUMEXP = 0, (1, 2, 3), 4
 _OF_INPUTS = {0: 1, 1: 2, 3: 3}
 """The output that is the gradient of an input, by the input's index."""
-_GRAD_LOSS = 5
+_GRAD_LOSS, _GRAD_LOGSUMEXP = 5, 6
 _ROUNDING = 1e-6
 _NEARBY = 16  # values that a target is computed of
 _PRODUCTS = ("MatMul", "Einsum")
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+LOG_SUMS = {("", "ReduceLogSumExp")}
+"""Domains and names of the operators that give the logarithm of a sum of exponentials."""
 _VIEWS = ("Reshape", "Slice", "Identity", "Flatten", "Squeeze", "Unsqueeze")
 
 
-@gradient(OPERATOR, domain=DOMAIN, limits="its loss", fixed=(4, _GRAD_LOSS))
+@gradient(OPERATOR, domain=DOMAIN, limits="its loss and logsumexp", fixed=(4, _GRAD_LOSS, _GRAD_LOGSUMEXP))
 def linear_cross_entropy(call: Call) -> Iterator[Gradient]:
-    dy = call.dy[_LOSS]
-    if dy is None or any(call.dy[k] is not None for k in _GRADIENTS):
-        raise call.error("a gradient is taken of its gradients; expected of its loss alone")
-    mask = [0] * 4
+    of_loss, of_logsumexp = (call.dy[index] for index in (_LOSS, _LOGSUMEXP))
+    if any(call.dy[k] is not None for k in _GRADIENTS):
+        raise call.error("a gradient is taken of its gradients; expected of its loss and logsumexp alone")
+    mask = [0] * _OUTPUTS
     for index, output in _OF_INPUTS.items():
         mask[output] = int(index in call.needed)
     given = [call.input(index) for index in range(_GRAD_LOSS)]
+    if of_loss is None:
+        loss = call.y[_LOSS]
+        assert loss is not None
+        of_loss = loss.zeros()
+    given += [of_loss] if of_logsumexp is None else [of_loss, of_logsumexp]
     options = {name: call.attribute(name) for name in ("reduction", "ignore_index", "label_smoothing", "softcap")}
-    found = call.tape.parts(OPERATOR, 4, *given, dy, domain=DOMAIN, **options, output_mask=mask)
+    found = call.tape.parts(OPERATOR, _OUTPUTS, *given, domain=DOMAIN, **options, output_mask=mask)
     for index in range(4):
         yield found[_OF_INPUTS[index]] if index in call.needed else None
 
@@ -67,7 +75,8 @@ def fuse_heads(
 
     Found are `SoftmaxCrossEntropyLoss`, `NegativeLogLikelihoodLoss` of a `LogSoftmax`, its decomposition by PyTorch,
     and log-probabilities that `GatherElements` picks. They are behind `MatMul`, `Gemm` or `Einsum`, with views, wider
-    types, a factor and a cap on the logits in between.
+    types, a factor and a cap on the logits in between. Logarithms of sums of exponentials over the classes, as of a
+    z-loss, may read the logits too.
 
     Args:
         graph: the graph, with types and shapes.
@@ -90,15 +99,18 @@ def fuse_heads(
         if head.loss.weight in learning:
             continue
         tape = Tape(f"{prefix}{number}/", opset)
-        result = head.written(tape).value
+        results = head.written(tape)
         last = head.loss.value.producer()
         assert last is not None
         graph.insert_before(last, tape.nodes)
-        # The value stays, as others may know it.
-        last.op_type = "Identity"
-        last.attributes.clear()
-        last.resize_inputs(1)
-        last.replace_input_with(0, result)
+        for one, result in zip((last, *head.log_sums), results, strict=True):
+            # The value stays, as others may know it.
+            one.domain, one.op_type = "", "Identity"
+            one.attributes.clear()
+            one.resize_inputs(1)
+            one.replace_input_with(0, result.value)
+        if head.log_sums:
+            graph.sort()
         found = True
     return found
 
@@ -111,11 +123,11 @@ def join_heads(graph: ir.Graph) -> None:
         if not _is_head(backward) or _mask(backward)[_LOSS]:
             continue
         forward = next(
-            (n for n in nodes[: position[backward]] if _is_head(n) and _mask(n) == [1, 0, 0, 0] and _same(n, backward)),
-            None,
+            (n for n in nodes[: position[backward]] if _is_head(n) and _is_forward(n) and _same(n, backward)), None
         )
         grad_loss = backward.inputs[_GRAD_LOSS]
-        if forward is None or grad_loss is None:
+        # What depends on the logsumexp comes behind it.
+        if forward is None or grad_loss is None or _mask(forward)[_LOGSUMEXP]:
             continue
         for node in _behind(grad_loss, position, position[forward]):
             _read_size_of_target(node, forward)
@@ -139,7 +151,12 @@ def _is_head(node: ir.Node) -> bool:
 
 
 def _mask(node: ir.Node) -> list[int]:
-    return list(attribute(node, "output_mask", [1, 1, 1, 1]))
+    return list(attribute(node, "output_mask", [1, 1, 1, 1, 0]))
+
+
+def _is_forward(node: ir.Node) -> bool:
+    mask = _mask(node)
+    return bool(mask[_LOSS]) and not any(mask[index] for index in _GRADIENTS)
 
 
 def _same(forward: ir.Node, backward: ir.Node) -> bool:
@@ -224,6 +241,7 @@ class _Head:
         views: what is between the results of the layer and the logits and regroups rows, in order.
         factor, softcap: what the results are multiplied with, and then capped by; 0: they are not.
         classes, features: C and H.
+        log_sums: the nodes that give the logarithm of the sum of the exponentials of each row's logits.
     """
 
     loss: _Loss
@@ -236,6 +254,7 @@ class _Head:
     softcap: float
     classes: int
     features: int
+    log_sums: Sequence[ir.Node] = ()
 
     def pays(self, sizes: Mapping[str, int]) -> bool:
         """Whether the operator is worth it; a weight that must be copied for it has to be small beside the logits.
@@ -253,8 +272,8 @@ class _Head:
         copied = self.turned or self.weight.dtype != self.loss.logits.dtype
         return not copied or (_ASSUMED_ROWS if rows is None else rows) >= _ROWS_BY_FEATURE * self.features
 
-    def written(self, tape: Tape) -> Tensor:
-        """Write the operator, and what reduces its losses; return the result."""
+    def written(self, tape: Tape) -> list[Tensor]:
+        """Write the operator, and what reduces its losses; return the result, and those of `log_sums`."""
         loss, dtype = self.loss, self.loss.logits.dtype
         assert dtype is not None
         x = tape.of(self.x).cast(dtype)
@@ -287,7 +306,9 @@ class _Head:
             options["label_smoothing"] = loss.label_smoothing
         if self.softcap:
             options["softcap"] = self.softcap
-        result = tape.parts(OPERATOR, 4, *inputs, domain=DOMAIN, **options, output_mask=[1, 0, 0, 0])[_LOSS]
+        mask = [1, 0, 0, 0, int(bool(self.log_sums))]
+        outputs = tape.parts(OPERATOR, _OUTPUTS, *inputs, domain=DOMAIN, **options, output_mask=mask)
+        result = outputs[_LOSS]
         rows = (_dims(x.value) or (None,))[0]
         result.value.shape = ir.Shape([rows] if loss.reduction == "none" else [])
         if loss.reduction == "none" and flat is not target:
@@ -298,7 +319,26 @@ class _Head:
             others = [None if one is None else tape.of(one) for one in node.inputs[1:]]
             result = result.op(node.op_type, *others, **{k: a.value for k, a in node.attributes.items()})
             result.value.shape = node.outputs[0].shape
-        return result
+        results = [result]
+        for node in self.log_sums:
+            (given,) = node.outputs
+            sums = outputs[_LOGSUMEXP]
+            sums.value.shape = ir.Shape([rows])
+            of_node = sums.reshape(self._shape(given, tape))
+            of_node.value.shape = given.shape
+            results.append(of_node)
+        return results
+
+    def _shape(self, sums: ir.Value, tape: Tape) -> list[int] | Tensor:
+        """Return the shape of logarithms of sums: of the layer's input, without its features, or of known numbers."""
+        dims = _dims(sums) or ()
+        sizes = [dim if isinstance(dim, int) else -1 for dim in dims]
+        if sizes.count(-1) <= 1:
+            return sizes
+        rows = _of_same_rows(self.x, dims)
+        assert rows is not None
+        shape = tape.of(rows).op("Shape", end=-1)
+        return tape.concat([shape, tape.ints(1)]) if len(dims) == len(_dims(rows) or ()) else shape
 
 
 class _Reader:
@@ -322,6 +362,15 @@ class _Reader:
         node, index = uses[0].node, uses[0].idx
         return node if not node.domain and node.op_type in op_types and index == 0 else None
 
+    def _only_of_logits(self, logits: ir.Value, op_type: str) -> ir.Node | None:
+        """Return the only node that reads logits, as its first input, beside logarithms of sums."""
+        readers = {use.node for use in logits.uses()}.difference(_log_sums(logits))
+        if len(readers) != 1 or logits in self._kept:
+            return None
+        (node,) = readers
+        places = [use.idx for use in logits.uses() if use.node is node]
+        return node if not node.domain and node.op_type == op_type and places == [0] else None
+
     def _of_operator(self, node: ir.Node) -> _Loss | None:
         logits, target = node.inputs[:2]
         weight = node.inputs[2] if len(node.inputs) > 2 else None
@@ -337,7 +386,7 @@ class _Reader:
             logits = turned
         elif len(dims) != 2:
             return None
-        if self._only(logits, "Transpose" if len(dims) > 2 else node.op_type) is None:
+        if self._only_of_logits(logits, "Transpose" if len(dims) > 2 else node.op_type) is None:
             return None
         ignored = attribute(node, "ignore_index", NOTHING_IGNORED)
         loss = _Loss(node.outputs[0], logits, target, weight, attribute(node, "reduction", "mean"), ignored)
@@ -352,7 +401,7 @@ class _Reader:
                 return None
             source = node.inputs[0] if node.inputs else None
             rank = 0 if source is None or source.shape is None else len(source.shape)
-            if source is None or source in self._kept or len(list(source.uses())) != 1:
+            if source is None or self._only_of_logits(source, node.op_type) is None:
                 return None
             if node.op_type == "LogSoftmax" and rank and attribute(node, "axis", -1) % rank == rank - 1:
                 return dataclasses.replace(loss, logits=source, views=views)
@@ -369,7 +418,7 @@ class _Reader:
         if logits is None or not dims or attribute(node, "axis", -1) % len(dims) != len(dims) - 1:
             return None
         gather = self._only(log_prob, "GatherElements")
-        if gather is None or self._only(logits, "LogSoftmax") is None:
+        if gather is None or self._only_of_logits(logits, "LogSoftmax") is None:
             return None
         index = gather.inputs[1]
         if index is None or attribute(gather, "axis", 0) % len(dims) != len(dims) - 1:
@@ -392,7 +441,7 @@ class _Reader:
         """Read what PyTorch makes of a cross entropy: the losses of rows, and maybe their smoothing."""
         logits, log_prob = node.inputs[0], node.outputs[0]
         dims = _dims(log_prob)
-        if logits is None or not dims or self._only(logits, "LogSoftmax") is None:
+        if logits is None or not dims or self._only_of_logits(logits, "LogSoftmax") is None:
             return None
         views: list[ir.Node] = []
         axis, classes = attribute(node, "axis", -1) % len(dims), dims[-1]
@@ -405,7 +454,7 @@ class _Reader:
         is_image = len(dims) > 2
         if is_image:
             turned = self._classes_last(logits)
-            if turned is None or self._only(turned, "Transpose") is None:
+            if turned is None or self._only_of_logits(turned, "Transpose") is None:
                 return None
             logits = turned
             view = self._only(log_prob, "Reshape")
@@ -522,9 +571,16 @@ class _Reader:
             return None
         views = list(loss.views)
         factor, softcap, value = 1.0, 0.0, loss.logits
+        log_sums: list[ir.Node] = []
         while (node := value.producer()) is not None and not node.domain:
-            if value is not loss.logits and (len(list(value.uses())) != 1 or value in self._kept):
+            of_value = _log_sums(value)
+            if value is not loss.logits and (len(list(value.uses())) - len(of_value) != 1 or value in self._kept):
                 return None
+            # The operator gives those of the logits of its rows alone.
+            changed = factor != 1.0 or softcap or value.dtype != loss.logits.dtype
+            if of_value and (changed or any(view.op_type == "Slice" for view in views)):
+                return None
+            log_sums += of_value
             if (read := self._layer(node, classes)) is not None:
                 x, weight, bias, turned, features = read
                 order = list(reversed(views))
@@ -532,7 +588,9 @@ class _Reader:
                 # Rows that are chosen along axes of the input must not have been regrouped ahead of that.
                 if kinds != sorted(kinds, reverse=True):
                     return None
-                return _Head(loss, x, weight, bias, turned, order, factor, softcap, classes, features)
+                if any(one.outputs[0] in self._kept or not _fits_rows(one.outputs[0], x) for one in log_sums):
+                    return None
+                return _Head(loss, x, weight, bias, turned, order, factor, softcap, classes, features, log_sums)
             source = node.inputs[0] if node.inputs else None
             if node.op_type in _VIEWS and source is not None and self._keeps_rows(node, classes):
                 views.append(node)
@@ -609,6 +667,40 @@ class _Reader:
         if dims[1 if turned else 0] != classes or not isinstance(features, int) or not features:
             return None
         return x, weight, bias, turned, features
+
+
+def _log_sums(logits: ir.Value) -> list[ir.Node]:
+    """Return the nodes that give the logarithm of the sum of exponentials over the last dimension alone."""
+    rank = len(_dims(logits) or ())
+    found = []
+    for use in logits.uses():
+        node = use.node
+        if (node.domain, node.op_type) not in LOG_SUMS or use.idx:
+            continue
+        axes = attribute(node, "axes", None)
+        if axes is None and len(node.inputs) > 1 and node.inputs[1] is not None:
+            axes = constant_of(node.inputs[1])
+        if axes is not None and [axis % rank for axis in list(axes)] == [rank - 1]:
+            found.append(node)
+    return found
+
+
+def _fits_rows(sums: ir.Value, x: ir.Value) -> bool:
+    """Whether a shape is known, but for one size, or is that of a layer's input without its features."""
+    dims = _dims(sums)
+    if dims is None or sum(not isinstance(dim, int) for dim in dims) <= 1:
+        return dims is not None
+    return _of_same_rows(x, dims) is not None
+
+
+def _of_same_rows(x: ir.Value, dims: tuple[int | str | None, ...]) -> ir.Value | None:
+    """Return a layer's input, or what it is a view of, whose sizes but the last are `dims`, or these but a last 1."""
+    value: ir.Value | None = x
+    while value is not None and (given := _dims(value)) is not None and None not in given:
+        if dims in (given[:-1], (*given[:-1], 1)):
+            return value
+        value = _source(value, "Reshape")
+    return None
 
 
 def _dims(value: ir.Value) -> tuple[int | str | None, ...] | None:

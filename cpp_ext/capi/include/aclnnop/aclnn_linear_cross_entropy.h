@@ -13,19 +13,20 @@ ACL_BEGIN_DECLS
  * linearBiasOptional: (C), of the type of input, or NULL for 0.
  * weightOptional: FLOAT (C), DOUBLE where input is, or NULL for ones.
  * gradLossOptional: () or (1), (N) for "none", of the type of input; NULL for ones.
+ * gradLogsumexpOptional: (N), of the type of input, the gradient of logsumexp; NULL for zeros.
  * reductionOptional: "none", "mean" or "sum"; NULL is "mean".
  * labelSmoothing: in [0, 1]. softcap: positive, or 0 for none.
- * outputMask: four numbers, 0 or 1: which of loss and the three gradients are wanted.
- * loss: (), (N) for "none"; gradInput, gradWeight, gradBias: of the shapes of input, linearWeight and linearBias. All
- * are of the type of input, and of shape (0) where they are not wanted. Rows whose target is ignoreIndex are 0.
+ * outputMask: five numbers, 0 or 1: which of the outputs are wanted, in their order.
+ * loss: (), (N) for "none"; gradInput, gradWeight, gradBias: of the shapes of input, linearWeight and linearBias;
+ * logsumexp: (N), the logarithm of the sum of the exponentials of each row's logits. All are of the type of input, and
+ * of shape (0) where they are not wanted. Rows whose target is ignoreIndex have no part in the loss.
  */
-aclnnStatus aclnnLinearCrossEntropyGetWorkspaceSize(const aclTensor* input, const aclTensor* linearWeight,
-                                                    const aclTensor* target, const aclTensor* linearBiasOptional,
-                                                    const aclTensor* weightOptional, const aclTensor* gradLossOptional,
-                                                    char* reductionOptional, int64_t ignoreIndex, double labelSmoothing,
-                                                    double softcap, const aclIntArray* outputMask, aclTensor* loss,
-                                                    aclTensor* gradInput, aclTensor* gradWeight, aclTensor* gradBias,
-                                                    uint64_t* workspaceSize, aclOpExecutor** executor);
+aclnnStatus aclnnLinearCrossEntropyGetWorkspaceSize(
+    const aclTensor* input, const aclTensor* linearWeight, const aclTensor* target, const aclTensor* linearBiasOptional,
+    const aclTensor* weightOptional, const aclTensor* gradLossOptional, const aclTensor* gradLogsumexpOptional,
+    char* reductionOptional, int64_t ignoreIndex, double labelSmoothing, double softcap, const aclIntArray* outputMask,
+    aclTensor* loss, aclTensor* gradInput, aclTensor* gradWeight, aclTensor* gradBias, aclTensor* logsumexp,
+    uint64_t* workspaceSize, aclOpExecutor** executor);
 
 aclnnStatus aclnnLinearCrossEntropy(void* workspace, uint64_t workspaceSize, aclOpExecutor* executor,
                                     aclrtStream stream);

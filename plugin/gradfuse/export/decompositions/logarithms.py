@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ def table() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by overload, as `run_decompositions` takes them."""
     return {
         aten.softplus.default: softplus,
+        aten.logsumexp.default: logsumexp,
         aten.log_sigmoid_forward.default: log_sigmoid,
         aten.binary_cross_entropy.default: binary_cross_entropy,
         aten.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
@@ -194,6 +195,19 @@ def logcumsumexp(self: Tensor, dim: int) -> Tensor:
     places = torch.arange(size, device=x.device)
     counted = places.unsqueeze(0) <= places.unsqueeze(1)
     return torch.where(counted, x.unsqueeze(-2), -torch.inf).logsumexp(-1).movedim(-1, dim)
+
+
+def logsumexp(self: Tensor, dim: Sequence[int], keepdim: bool = False) -> Any:
+    """aten::logsumexp of floats, with the gradient of a softmax.
+
+    PyTorch's decomposition gives the largest element a gradient of its own, which is nothing but rounding.
+    """
+    axes = sorted({axis % self.dim() for axis in dim}) if self.dim() else []
+    sizes = [self.shape[axis] for axis in axes]
+    if not axes or not self.is_floating_point() or any(isinstance(size, int) and size == 0 for size in sizes):
+        return NotImplemented
+    result = standins.LOG_SUM_EXP(self, axes)
+    return result if keepdim else result.squeeze(axes)
 
 
 def _added(a: Tensor, b: Tensor, power: Callable[[Tensor], Tensor], logarithm: Callable[[Tensor], Tensor]) -> Tensor:
