@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.parser
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfuse import ArgumentError, ModelError, TrainingSession, TrainingStep, build_training_step, optimizers
+from gradfuse import ArgumentError, ModelError, TrainingSession, TrainingStep, build_training_step, losses, optimizers
 from gradfuse.testing import assert_gradients_close
 
 pytestmark = pytest.mark.usefixtures("inference_in_process")
@@ -184,6 +185,29 @@ def test_merged_parameters_train_apart(make: Callable[[], nn.Module], exporter: 
     # What no module reads by itself is numbered.
     names = {"b.1": "b.0_2", "scale.1": "scale.0_2"} if make is Adapted else {}
     require_torchs(quietly(by_dynamo(make(), X)), make, X, names)
+
+
+@pytest.mark.parametrize("read", (lambda model: model, ir.from_proto), ids=("proto", "ir"))
+def test_the_model_that_is_given_keeps_the_names_of_its_tensors(read: Callable[[onnx.ModelProto], Any]) -> None:
+    """Those that a step needs for its own inputs and outputs, and one that several layers share."""
+    given = read(
+        onnx.parser.parse_model(
+            """<ir_version: 10, opset_import: ["": 18]> g (float[3, 4] x) => (float[3, 4] y)
+            <float[4] merged = {1, 2, 3, 4}, float[4] learning_rate = {1, 1, 1, 1}, float[4] loss = {1, 1, 1, 1}> {
+                scale = Identity(merged)  a = Mul(x, learning_rate)  s = Add(a, loss)
+                m = BatchNormalization(s, scale, merged, merged, merged)  y = Add(m, merged)
+            }"""
+        )
+    )
+
+    def names() -> list[str]:
+        if isinstance(given, onnx.ModelProto):
+            return [tensor.name for tensor in given.graph.initializer]
+        return [name for value in given.graph.initializers.values() for name in (value.name, value.const_value.name)]
+
+    before = names()
+    build_training_step(given, losses.MSELoss(), optimizer=optimizers.SGD(lr=0.1))
+    assert names() == before
 
 
 def test_what_a_named_tensor_was_merged_with_is_told_of() -> None:

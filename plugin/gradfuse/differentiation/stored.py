@@ -237,7 +237,7 @@ class Store:
     def taken_from(self, value: ir.Value) -> str:
         """Return the name of a value, for another one; the value gets a name like it."""
         name = str(value.name)
-        value.name = self.fresh(f"{name}/read")
+        tensors.rename(value, self.fresh(f"{name}/read"))
         self._named[name] -= 1
         return self.fresh(name)
 

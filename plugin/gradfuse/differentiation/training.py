@@ -48,7 +48,7 @@ from gradfuse.models.inlining import values_of
 from gradfuse.models.memory import collection_paused
 from gradfuse.models.propagation import Facts, Sizes, size_of
 from gradfuse.models.scalars import real, whole
-from gradfuse.models.tensors import array_of, copy_model, to_mapped_proto
+from gradfuse.models.tensors import array_of, copy_model, rename, to_mapped_proto
 from gradfuse.optimizers import averaging, described, loss_scaling
 from gradfuse.passes.recompute import parse_budget
 from gradfuse.training import batch_checks, names, narrow_types, optimizers
@@ -414,13 +414,13 @@ def _built(
     own = [*work.graph.initializers, *(str(value.name) for value in work.graph.inputs)]
     aside = names.set_aside(own, options.run_time)
     for value in list(work.graph.initializers.values()):
-        value.name = aside.get(str(value.name), value.name)
+        rename(value, aside.get(str(value.name), str(value.name)))
     work = in_new_opset(completed(work))
     if given is not None:
         check_forward(given, work, check if isinstance(check, Mapping) else None)
     graph = work.graph
     for value in graph.inputs:
-        value.name = aside.get(str(value.name), value.name)
+        rename(value, aside.get(str(value.name), str(value.name)))
     if isinstance(check, Mapping):
         check = {aside.get(name, name): array for name, array in check.items()}
     by_batch = leave_training_mode(graph)
@@ -632,7 +632,7 @@ def _kept_outputs(graph: ir.Graph, extra: Mapping[str, ir.Value], loss: ir.Value
             value = node.outputs[0]
         for other in values_of(graph):
             if other.name == name and other is not value:
-                other.name = names.free(f"{name}_inner", every)
+                rename(other, names.free(f"{name}_inner", every))
                 every.add(other.name)
         value.name = name
         results.append(value)

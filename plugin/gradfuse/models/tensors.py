@@ -118,6 +118,8 @@ def without_zeros(model: ir.Model) -> tuple[ir.Model, list[Zeros]]:
 
 def rename(value: ir.Value, name: str) -> None:
     """Give a value another name, and its tensor, whose name another model may share, to no other value."""
+    if value.name == name:
+        return
     tensor = value.const_value
     if isinstance(tensor, ir.serde.TensorProtoTensor):
         value.const_value = ir.serde.deserialize_tensor(ir.serde.serialize_tensor(tensor))
