@@ -142,6 +142,16 @@ def masked_z_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(rows, labels, reduction="sum") / counts.sum() + (sums[:, 0] ** 2 * counts).mean()
 
 
+def by_hand(logits: Tensor, target: Tensor) -> Tensor:
+    sums = logits.logsumexp(-1)
+    return (sums - logits.gather(-1, target.unsqueeze(-1)).squeeze(-1)).mean() + (sums * sums).mean()
+
+
+def by_difference(logits: Tensor, target: Tensor) -> Tensor:
+    sums = logits.logsumexp(-1, keepdim=True)
+    return sums.square().mean() - (logits - sums).gather(-1, target.unsqueeze(-1)).mean()
+
+
 Z_LOSSES: dict[str, tuple[Model, Loss, dict[str, Any]]] = {
     "of tokens": (Model(), z_loss, {}),
     "of rows that are not ignored": (Model(tied=True), masked_z_loss, {"ignored": True}),
@@ -149,6 +159,13 @@ Z_LOSSES: dict[str, tuple[Model, Loss, dict[str, Any]]] = {
     "of shifted tokens": (Model(after=lambda x: x[:, :-1]), lambda x, t: z_loss(x, t[:, 1:]), {}),
     "of classes in the middle": (Model(), lambda x, t: of_each_token(x, t) + x.logsumexp(-1).square().mean(), {}),
     "by log-probabilities": (Model(), lambda x, t: picked(x, t) + x.logsumexp(-1).square().mean(), {}),
+    "of a logit's distance": (Model(), by_hand, {}),
+    "of differences": (Model(), by_difference, {}),
+    "of shifted tokens of any batch": (
+        Model(after=lambda x: x[:, :-1].flatten(0, 1)),
+        lambda x, t: z_loss(x, t[:, 1:]),
+        {"dynamic_shapes": ({0: "b", 1: "t"}, {0: "b", 1: "t"})},
+    ),
     "of any batch": (
         Model(nn.Linear(WIDTH, CLASSES)), z_loss, {"dynamic_shapes": ({0: "b", 1: "t"}, {0: "b", 1: "t"})}
     ),

@@ -88,6 +88,7 @@ def fuse_heads(
     """
     learning: set[ir.Value] | None = None
     found = False
+    _write_log_softmaxes(graph, prefix, opset, kept)
     for number, node in enumerate(list(graph)):
         if node.domain or node.op_type not in ("LogSoftmax", *_LOSSES):
             continue
@@ -104,11 +105,7 @@ def fuse_heads(
         assert last is not None
         graph.insert_before(last, tape.nodes)
         for one, result in zip((last, *head.log_sums), results, strict=True):
-            # The value stays, as others may know it.
-            one.domain, one.op_type = "", "Identity"
-            one.attributes.clear()
-            one.resize_inputs(1)
-            one.replace_input_with(0, result.value)
+            _become(one, result.value)
         if head.log_sums:
             graph.sort()
         found = True
@@ -144,6 +141,48 @@ def join_heads(graph: ir.Graph) -> None:
         ir.convenience.replace_all_uses_with(loss, joined, replace_graph_outputs=True)
         joined.name = name
         graph.remove(forward, safe=True)
+
+
+def _write_log_softmaxes(graph: ir.Graph, prefix: str, opset: int, kept: Collection[ir.Value]) -> None:
+    """Write logarithms of probabilities by hand, and losses that are logarithms of sums less a logit, by `LogSoftmax`.
+
+    Only where the logits are read by nothing else, and have so many classes that a head may be found.
+    """
+    for number, node in enumerate(list(graph)):
+        logits = node.inputs[0] if node.inputs else None
+        if node.domain or node.op_type not in ("Sub", "GatherElements") or logits is None or logits in kept:
+            continue
+        dims, sums = _dims(logits), _log_sums(logits)
+        if not dims or not isinstance(dims[-1], int) or dims[-1] < FEWEST_CLASSES or logits is node.inputs[1]:
+            continue
+        of_rows = next((one.outputs[0] for one in sums if _dims(one.outputs[0]) == (*dims[:-1], 1)), None)
+        if of_rows is None or {use.node for use in logits.uses()} != {node, *sums}:
+            continue
+        if node.op_type == "Sub" and node.inputs[1] is of_rows:
+            node.op_type = "LogSoftmax"
+            node.attributes["axis"] = ir.AttrInt64("axis", len(dims) - 1)
+            node.resize_inputs(1)
+        elif node.op_type == "GatherElements" and attribute(node, "axis", 0) % len(dims) == len(dims) - 1:
+            index = node.inputs[1]
+            assert index is not None
+            tape = Tape(f"{prefix}logits{number}/", opset)
+            log_prob = tape.of(logits).op("LogSoftmax", axis=len(dims) - 1)
+            log_prob.value.shape = logits.shape
+            picked = log_prob.op("GatherElements", tape.of(index), axis=len(dims) - 1)
+            picked.value.shape = node.outputs[0].shape
+            result = picked + tape.of(of_rows)
+            graph.insert_before(node, tape.nodes)
+            _become(node, result.value)
+            # The sums may be behind it.
+            graph.sort()
+
+
+def _become(node: ir.Node, result: ir.Value) -> None:
+    """Let a node give a value: its own stays, as others may know it."""
+    node.domain, node.op_type = "", "Identity"
+    node.attributes.clear()
+    node.resize_inputs(1)
+    node.replace_input_with(0, result)
 
 
 def _is_head(node: ir.Node) -> bool:
@@ -584,10 +623,12 @@ class _Reader:
             if (read := self._layer(node, classes)) is not None:
                 x, weight, bias, turned, features = read
                 order = list(reversed(views))
-                kinds = [view.op_type == "Slice" for view in order if view.op_type != "Identity"]
-                # Rows that are chosen along axes of the input must not have been regrouped ahead of that.
-                if kinds != sorted(kinds, reverse=True):
-                    return None
+                if not _slices_first(order):
+                    # Rows are chosen along axes of the layer's input, which has them ahead of a view of it.
+                    rows = _of_same_rows(x, (_dims(order[0].outputs[0]) or ())[:-1])
+                    if order[0].op_type != "Reshape" or rows is None or not _slices_first(order[1:]):
+                        return None
+                    x, order = rows, order[1:]
                 if any(one.outputs[0] in self._kept or not _fits_rows(one.outputs[0], x) for one in log_sums):
                     return None
                 return _Head(loss, x, weight, bias, turned, order, factor, softcap, classes, features, log_sums)
@@ -691,6 +732,12 @@ def _fits_rows(sums: ir.Value, x: ir.Value) -> bool:
     if dims is None or sum(not isinstance(dim, int) for dim in dims) <= 1:
         return dims is not None
     return _of_same_rows(x, dims) is not None
+
+
+def _slices_first(views: Sequence[ir.Node]) -> bool:
+    """Whether no view regroups rows ahead of a slice of them."""
+    kinds = [view.op_type == "Slice" for view in views if view.op_type != "Identity"]
+    return kinds == sorted(kinds, reverse=True)
 
 
 def _of_same_rows(x: ir.Value, dims: tuple[int | str | None, ...]) -> ir.Value | None:
