@@ -141,7 +141,7 @@ class Exact:
         del graph.node[:]
         graph.node.extend(nodes)
         if statistics_apart:
-            self._take_statistics_apart(graph)
+            self._take_statistics_apart(wide)
         for function in wide.functions:
             nodes = self._nodes(function.node, drawn.standard, inside=True)
             del function.node[:]
@@ -197,10 +197,15 @@ class Exact:
             result.append(node_in_64)
         return _sorted(result, set()) if not inside else result
 
-    def _take_statistics_apart(self, graph: onnx.GraphProto) -> None:
-        sources = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Identity"}
-        for node in graph.node:
-            for k in (3, 4) if node.op_type == "BatchNormalization" else ():
+    def _take_statistics_apart(self, model: onnx.ModelProto) -> None:
+        sources = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Identity"}
+        # The inputs of calls, too, that a function has as statistics.
+        places: dict[tuple[str, str], list[int]] = {("", "BatchNormalization"): [3, 4]}
+        for function in model.functions:
+            read = [node.input[k] for node in function.node if node.op_type == "BatchNormalization" for k in (3, 4)]
+            places[function.domain, function.name] = [k for k, name in enumerate(function.input) if name in read]
+        for node in model.graph.node:
+            for k in places.get((node.domain, node.op_type), ()):
                 name = node.input[k]
                 while name in sources:
                     name = sources[name]
