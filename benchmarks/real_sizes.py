@@ -41,11 +41,13 @@ WAYS = {
     "torch": "training by PyTorch",
     "compile": "first step in torch.compile",
     "export": "export_training_step",
+    "quick": "export_training_step with verify='quick'",
     "session": "training by TrainingSession",
     "drawn": "training by PyTorch with the session's dropout",
 }
 _PACKAGES = {"onnxruntime": "onnxruntime", "PyTorch": "torch"}
 MARKS = "<!-- real sizes -->\n", "<!-- end of real sizes -->"
+PART_MARKS = "<!-- parts of exports -->\n", "<!-- end of parts of exports -->"
 TRAINING_MARKS = "<!-- trained at real sizes -->\n", "<!-- end of trained at real sizes -->"
 
 
@@ -89,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plot(document, options.plot)
     for page, marks, text in (
         (options.page, MARKS, table(document)),
+        (options.page, PART_MARKS, part_table(document)),
         (options.models_page, TRAINING_MARKS, training_table(document)),
     ):
         if page:
@@ -124,7 +127,7 @@ def _one(name: str, way: str, folder: str) -> Row:
             seconds.append(time.perf_counter() - begin)
         return {"seconds": ready, "step": median(seconds[1:]), "losses": losses, "parameters": count}
     begin = time.perf_counter()
-    if way == "export":
+    if way in ("export", "quick"):
         parts: list[tuple[str, float]] = []
 
         def note(part: str, done: int, total: int) -> None:
@@ -134,9 +137,12 @@ def _one(name: str, way: str, folder: str) -> Row:
                 parts.append((name, time.perf_counter()))
 
         optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
-        step = gradfuse.export_training_step(module, loss, (inputs, targets), optimizer, progress=note)
+        verify = "quick" if way == "quick" else "full"
+        step = gradfuse.export_training_step(module, loss, (inputs, targets), optimizer, verify=verify, progress=note)
         row: Row = {"seconds": time.perf_counter() - begin, "parameters": count}
         row["parts"] = {part: round(until - since, 1) for (part, since), (_, until) in itertools.pairwise(parts)}
+        if way == "quick":
+            return row
         step.save(path)
         row["draws"] = DROPOUT_SEED in step.buffers
         row["file_mib"] = round(sum(file.stat().st_size for file in Path(folder).glob("step.onnx*")) / 2**20)
@@ -249,6 +255,42 @@ def _cells(row: Row) -> list[str]:
         _cell(ways, "session", "peak_mib", "{:,} MiB"),
         _cell(ways, "torch", "step", "{:.2f} s"),
         _cell(ways, "session", "step", "{:.2f} s"),
+    ]
+
+
+_PARTS = {
+    "PyTorch's runs": ("running the step in PyTorch",),
+    "tracing, translating, fusing": ("tracing", "translating", "fusing", "adding the optimizer"),
+    "the evaluation model": ("exporting the evaluation model",),
+    "comparisons": (
+        *("comparing the exported model with PyTorch", "comparing the model with PyTorch"),
+        *("comparing the fused model with PyTorch", "comparing the update with PyTorch"),
+    ),
+    "PyTorch in float64": ("running the step in float64",),
+    "the model in float64": ("running the model in float64",),
+}
+
+
+def part_table(document: Row) -> str:
+    """The seconds of the parts of exports, as tables in Markdown likewise."""
+    header = [
+        f"| model | {' | '.join(_PARTS)} | all | with `verify=\"quick\"` | first step in torch.compile |",
+        f"|---|{'---:|' * (len(_PARTS) + 3)}",
+    ]
+    return _tables(document["rows"], header, _cells_of_parts)
+
+
+def _cells_of_parts(row: Row) -> list[str] | None:
+    ways: dict[str, Row] = row["ways"]
+    parts = ways.get("export", {}).get("parts")
+    if parts is None:
+        return None
+    return [
+        str(row["model"]),
+        *(f"{sum(parts.get(part, 0.0) for part in group):.1f}" for group in _PARTS.values()),
+        _cell(ways, "export", "seconds", "{:.1f}"),
+        _cell(ways, "quick", "seconds", "{:.1f}"),
+        _cell(ways, "compile", "seconds", "{:.1f}"),
     ]
 
 
