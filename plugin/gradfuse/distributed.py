@@ -465,7 +465,7 @@ class DataParallelSession(TrainingSession):
     def _binding(self, read: Mapping[str, Any], written: Mapping[str, Any], changed: Any) -> Any:
         """Return a binding of the gradients' half, and make one of the update's half."""
         step = self._step
-        binding = self._session.io_binding()
+        binding = self._new_binding(self._session)
         for name in self._inputs_of_gradients:
             if name == self._seed:
                 binding.bind_ortvalue_input(name, self._share_seed)
@@ -477,7 +477,7 @@ class DataParallelSession(TrainingSession):
             _bind(binding.bind_output, step.own_name(name + UPDATED_SUFFIX), tensor)
         _bind(binding.bind_output, step.own_name(LOSS), self._share_loss)
         if self._update is not None:
-            update = self._update.io_binding()
+            update = self._new_binding(self._update)
             gradients = {self._taken[name]: tensor for name, tensor in self._of_all(self._buckets, "read")}
             for name in self._inputs_of_update:
                 if name in gradients:

@@ -12,6 +12,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from typing import TypeVar
 
 import onnx
 import onnx_ir as ir
@@ -44,6 +45,9 @@ _FIELDS: dict[int, str] = {
 """Where the elements are that are not bytes; those of all other types are in int32_data."""
 _COMPLEX = (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
 _TYPES = {int(dtype) for dtype in ir.DataType} - {onnx.TensorProto.UNDEFINED}
+_Message = TypeVar("_Message", onnx.ModelProto, onnx.GraphProto)
+_LARGE = 2**20
+"""Bytes from which on an initializer is left out for onnx's checker."""
 _NUMBER = re.compile(r"[0-9]{1,19}")
 
 
@@ -204,7 +208,8 @@ def check_structure(model: onnx.ModelProto, path: str | None) -> None:
         Exception: as `onnx.checker.check_model`: ValidationError, and for some models ValueError or RuntimeError.
     """
     try:
-        onnx.checker.check_model(path or _without_external_data(model))
+        has_large = any(map(_is_large, model.graph.initializer))
+        onnx.checker.check_model(path if path and not has_large else _without_external_data(model))
     except Exception as error:
         if not any(what in str(error) for what in ("No Op registered for", "is deprecated", "Field 'shape'")):
             raise
@@ -231,16 +236,43 @@ def _give_outputs_shapes(model: onnx.ModelProto) -> bool:
 
 
 def _without_external_data(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A model whose external tensors are empty, as the checker would look for them in the current folder."""
-    if not any(is_external(tensor) for _, tensor in tensors(model)):
+    """A model whose external tensors are empty, as the checker would look for them in the current folder.
+
+    So are large initializers, of which the checker would make two copies, and has nothing to say.
+    """
+    if not any(is_external(tensor) or _is_large(tensor) for _, tensor in tensors(model)):
         return model
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = _copied(model, "graph")
+    copy.graph.CopyFrom(_copied(model.graph, "initializer"))
+    for tensor in model.graph.initializer:
+        if _is_large(tensor):
+            copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=[0])
+        else:
+            copy.graph.initializer.append(tensor)
     for _, tensor in tensors(copy):
         if is_external(tensor):
             del tensor.dims[:], tensor.external_data[:]
             tensor.ClearField("data_location")
             tensor.dims.append(0)
+    return copy
+
+
+def _is_large(tensor: onnx.TensorProto) -> bool:
+    return int(tensor.ByteSize()) >= _LARGE
+
+
+def _copied(message: _Message, left_out: str) -> _Message:
+    """Return a copy of a message without one of its fields."""
+    copy = type(message)()
+    for field, value in message.ListFields():
+        if field.name == left_out:
+            continue
+        if isinstance(value, (str, bytes, int, float)):
+            setattr(copy, field.name, value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(copy, field.name).CopyFrom(value)
+        else:
+            getattr(copy, field.name).extend(value)
     return copy
 
 

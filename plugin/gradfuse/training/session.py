@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import gc
 import importlib.util
 import os
 import threading
@@ -153,6 +154,10 @@ class TrainingSession:
         self._step = step
         self._optimizer_state = frozenset(step.optimizer_state)
         self._evaluation: Any = None
+        self._frozen = self._no_frozen_weights()
+        """The weights that are inputs of onnxruntime's sessions, though not of the step's models; None: none may be."""
+        self._lifted: dict[int, tuple[str, ...]] = {}
+        """Sessions of onnxruntime, by `id` -> these inputs of theirs."""
         if self._plain is not None:
             model, evaluation = self._plain
             quantises = b"QuantizeLinear" in model.message
@@ -225,9 +230,15 @@ class TrainingSession:
             # onnxruntime has the model by now, and the session what it takes of the values.
             model_of_none = step.model if self._plain is not None else onnx.ModelProto()
             empty: dict[str, Any] = {"parameters": {}, "frozen": {}, "optimizer_state": {}, "report": None}
+            if self._frozen:
+                empty["constants"] = self._frozen.shared_with(step.constants)
+                empty["evaluation_model"] = self._without_frozen(step.evaluation_model)
             self._step = dataclasses.replace(step, model=model_of_none, **empty)
         named = set(step.state_dict_names.values())
         del step
+        if self._files and self._frozen:
+            # onnx_ir's models are cycles, which hold the messages that they were read from.
+            gc.collect()
         self._begin_with(values, kept, given, kept.keys() - named)
         if share_with is not None:
             self._share(share_with, given)
@@ -339,7 +350,7 @@ class TrainingSession:
         if self._evaluation is None:
             with collection_paused():
                 self._evaluation = self._evaluation_session()
-        binding, averages = self._evaluation.io_binding(), self._averages("evaluate") if averaged else {}
+        binding, averages = self._new_binding(self._evaluation), self._averages("evaluate") if averaged else {}
         values = self.ort_values
         for name in known:
             if name in averages:
@@ -629,6 +640,8 @@ class TrainingSession:
             self._save_plain_evaluation_model(path, self._plain[1])
             return
         model = self._whole_evaluation_model("save_evaluation_model")
+        if self._frozen is not None:
+            self._frozen.put_back(model)
         graph, averages = model.graph, self._averages("save_evaluation_model") if averaged else {}
         values = self.ort_values
         for value in [value for value in graph.inputs if value.name in values]:
@@ -742,7 +755,9 @@ class TrainingSession:
             inputs, outputs = _types(self._plain[1])
             return inputs, list(outputs)
         graph = self._evaluation_model("evaluate").graph
-        return {value.name: TensorType.of(value) for value in graph.input}, [value.name for value in graph.output]
+        frozen = self._frozen or ()
+        types = {value.name: TensorType.of(value) for value in graph.input if value.name not in frozen}
+        return types, [value.name for value in graph.output]
 
     def _evaluation_session(self) -> Any:
         if self._plain is not None and self._plain[1] is not None:
@@ -823,11 +838,38 @@ class TrainingSession:
     def _inference_session(self, model: ir.Model) -> Any:
         from gradfuse.checking.execution import inference_session
 
-        return inference_session(model, _WHO, self._options, self._providers)
+        lifted = () if self._frozen is None else self._frozen.lift(model)
+        session = inference_session(model, _WHO, self._options, self._providers)
+        self._lifted[id(session)] = lifted
+        return session
+
+    def _no_frozen_weights(self) -> Any:
+        """Return an empty `FrozenWeights`; None where weights are no inputs: on devices, and without onnx_ir."""
+        if self._plain is not None or self._providers != ["CPUExecutionProvider"]:
+            return None
+        from gradfuse.training.frozen import FrozenWeights
+
+        return FrozenWeights()
+
+    def _without_frozen(self, proto: onnx.ModelProto | None) -> onnx.ModelProto | None:
+        """Return an evaluation model in which weights that are frozen in the step's model too are inputs."""
+        if proto is None:
+            return None
+        model = ir.from_proto(proto)
+        self._frozen.lift(model, known=True)
+        rest: onnx.ModelProto = ir.to_proto(model)
+        return rest
+
+    def _new_binding(self, session: Any) -> Any:
+        """Return a binding of a session, with the frozen weights that it reads."""
+        binding = session.io_binding()
+        if self._frozen is not None:
+            self._frozen.bind(binding, self._lifted.get(id(session), ()))
+        return binding
 
     def _binding(self, read: Mapping[str, Any], written: Mapping[str, Any], changed: Iterable[str]) -> Any:
         """Return a binding of a step that reads some values and writes what changes into others."""
-        binding = self._session.io_binding()
+        binding = self._new_binding(self._session)
         for name, value in read.items():
             binding.bind_ortvalue_input(name, value)
         for name in changed:
