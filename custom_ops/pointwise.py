@@ -27,6 +27,7 @@ from gradfuse.custom_ops.pointwise_expressions import (
     KEPT,
     OUTPUTS,
     ExpressionError,
+    Instruction,
     Number,
     Operand,
     Program,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 _DRAWS = ("seed", "drawn")
+_ONE = Number(1.0)
 
 
 def _infer(call: Call) -> list[Tensor]:
@@ -104,6 +106,15 @@ def _body(variant: Variant) -> str:
     return _Text(parse(expression), variant).text()
 
 
+def _spelled(instruction: Instruction) -> Instruction:
+    """Return an instruction as a body has it.
+
+    onnxruntime 1.31 makes an invalid model of the product of a Cast that it removes and a Div of 1.
+    """
+    operator, operands = instruction
+    return Instruction("Reciprocal", operands[1:]) if operator == "Div" and operands[0] == _ONE else instruction
+
+
 class _Text:
     """The body of a program: one node for each operator."""
 
@@ -123,11 +134,12 @@ class _Text:
         lines = [f"real_{name} = Cast<to=$real>({name})" for name in cast]
         if program.draws:
             lines.append(draws.hash_kept(f"real_{INPUTS[0]}", self._variant.inputs, self._variant.opset))
-        numbers = dict.fromkeys(one for _, operands in program.instructions for one in operands)
+        instructions = list(map(_spelled, program.instructions))
+        numbers = dict.fromkeys(one for _, operands in instructions for one in operands)
         numbers |= dict.fromkeys(program.results.values())
         self._numbers = {one: f"number_{index}" for index, one in enumerate(numbers) if isinstance(one, Number)}
         lines += [f"{name} = Constant<value_float={number}>()" for number, name in self._numbers.items()]
-        for index, (operator, operands) in enumerate(program.instructions):
+        for index, (operator, operands) in enumerate(instructions):
             if operator != KEPT:
                 lines.append(f"value_{index} = {operator}({', '.join(map(self._named, operands))})")
         lines += [self._output(name) for name in OUTPUTS]

@@ -257,3 +257,10 @@ def test_overloads_are_the_same_in_every_process() -> None:
         model.graph.node.extend([node, twin])
     (overload,) = {ir.from_proto(with_bodies(model)).graph[0].overload for model in models}
     assert overload == "02445f93083719f8_of_x0"
+
+
+def test_the_body_of_a_product_with_a_quotient_of_1_loads() -> None:
+    """onnxruntime's optimizer, which makes one division of the two, loses a Cast on the way."""
+    x, y = (torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) + 0.5 for seed in (0, 1))
+    (got, *_) = run(OP, "onnxruntime", x, y, ranks=[2, 1, 1], expression="y0 = Mul(x1, Div(1.0, x0))")
+    torch.testing.assert_close(got, y / x)
