@@ -247,7 +247,10 @@ def test_loops_within_loops_and_branches() -> None:
 @pytest.mark.parametrize(
     "body, message",
     [
-        ("n = RandomNormalLike(p) q = Mul(p, n)", "RandomNormalLike .*draws numbers within Loop"),
+        (
+            "n = RandomNormalLike(p) u = RandomUniformLike(p) r = Mul(p, n) q = Mul(r, u)",
+            "RandomNormalLike .*draws numbers within Loop.* Without a gradient too: RandomUniformLike",
+        ),
         ("n, i, j, k = Unique(p) q = Mul(p, n)", "Unique .*no gradient rule for this operator"),
     ],
 )

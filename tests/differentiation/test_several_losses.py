@@ -146,14 +146,18 @@ MISUSE: dict[str, tuple[Any, dict[str, Any], str]] = {
         "loss_weights has 'kind'; expected outputs among 'box'",
     ),
     "a weight that is no number": ({"box": "mse"}, {"loss_weights": {"box": "2"}}, "loss_weights of 'box' is '2'"),
-    "an unknown value": ("mse", {"outputs": ["y"]}, "outputs has 'y'; expected values that the model computes"),
+    "unknown values": ("mse", {"outputs": ["y", "u"]}, "outputs has 'y', 'u'; expected values that the model computes"),
     "a name of the optimizer": (
         "mse",
         {"outputs": ["step"], "optimizer": optimizers.Adam()},
         "outputs has 'step', a name that the step has; expected another one",
     ),
     "text": ("mse", {"outputs": "kind"}, "outputs is 'kind'; expected a list of names"),
-    "an unknown input": ("mse", {"input_gradients": ["y"]}, "input_gradients has 'y'; expected inputs among 'x', 'z'"),
+    "unknown inputs": (
+        "mse",
+        {"input_gradients": ["y", "x", "u"]},
+        "input_gradients has 'y', 'u'; expected inputs among 'x', 'z'",
+    ),
     "scaled": (
         "mse",
         {"input_gradients": ["x"], "optimizer": optimizers.SGD(lr=1), "grad_scaler": optimizers.GradScaler()},
@@ -166,6 +170,14 @@ MISUSE: dict[str, tuple[Any, dict[str, Any], str]] = {
         "train_inputs of 'z' is float32 of shape [2]; expected FLOAT of shape [M,2]",
     ),
 }
+
+
+def test_inputs_without_a_derivative_have_no_gradient() -> None:
+    rounded = model()
+    rounded.graph.node[0].input[1] = "rounded"
+    rounded.graph.node.insert(0, onnx.helper.make_node("Round", ["z"], ["rounded"]))
+    with pytest.raises(ArgumentError, match="the loss does not depend on the input 'z'; expected that it does"):
+        build_training_step(rounded, "mse", input_gradients=["x", "z"])
 
 
 @pytest.mark.parametrize("name", MISUSE)

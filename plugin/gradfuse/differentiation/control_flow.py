@@ -14,6 +14,7 @@ import onnx_ir as ir
 from gradfuse.differentiation.dependence import Repeated, active_inputs, may_be_float, repeated
 from gradfuse.differentiation.rules import error_of
 from gradfuse.differentiation.tensors import Tape, Tensor
+from gradfuse.errors import ModelError
 from gradfuse.models.inlining import graphs_of
 from gradfuse.models.tensors import rename
 
@@ -23,6 +24,15 @@ _RANDOM = frozenset(
     {"Bernoulli", "Dropout", "Multinomial"}
     | {f"Random{kind}{like}" for kind in ("Normal", "Uniform") for like in ("", "Like")}
 )
+
+
+def draws_within(node: ir.Node) -> dict[ir.Node, ModelError]:
+    """Return why an If, Loop or Scan has no gradient: for each node within that draws numbers, as the gradient computes
+    the body again and would draw others.
+    """
+    drawing = (inner for body in graphs_of(node) for inner in body.all_nodes() if inner.op_type in _RANDOM)
+    why = f"draws numbers within {node.op_type}; expected them from outside"
+    return {inner: error_of(inner, why) for inner in drawing}
 
 
 def of_branches(
@@ -44,13 +54,13 @@ def of_branches(
         walk: writes the gradients of a graph: `reverse.gradients`.
 
     Raises:
-        ModelError: a node of a branch has no rule, or draws numbers, which would be others the second time.
+        ModelError: a node of a branch has no rule.
     """
     prefix = f"{tape.prefix}If_{len(tape.nodes)}"
     branches = {}
     for name in ("then_branch", "else_branch"):
         body = node.attributes[name].as_graph().clone(allow_outer_scope_values=True)
-        _rename(body, f"{prefix}/{name}/", node)
+        _rename(body, f"{prefix}/{name}/")
         inner = Tape(f"{prefix}/{name}/gradient/", tape.opset)
         found = walk(body, inner, _seeds(inner, zip(body.outputs, dy, strict=True)), captured)
         results = [found[value] if value in found else inner.of(value).zeros() for value in captured]
@@ -80,7 +90,7 @@ def of_turns(
         walk: writes the gradients of a graph: `reverse.gradients`.
 
     Raises:
-        ModelError: a node of the body has no rule, or draws numbers, which would be others the second time.
+        ModelError: a node of the body has no rule.
     """
     loop = repeated(node)
     assert loop is not None
@@ -108,7 +118,7 @@ class _Back:
         self.loop, self.tape, self.active, self.dy = loop, tape, active, dy
         self.prefix = f"{tape.prefix}{loop.node.op_type}_{len(tape.nodes)}"
         self.body = loop.body.clone(allow_outer_scope_values=True)
-        _rename(self.body, f"{self.prefix}/", loop.node)
+        _rename(self.body, f"{self.prefix}/")
         for value in loop.body.inputs:
             if not isinstance(value.type, ir.TensorType):
                 raise error_of(loop.node, f"{value.name!r}, which it carries along, is no tensor; expected tensors")
@@ -329,7 +339,7 @@ def _sequences(loop: Repeated, indices: Sequence[int], prefix: str, tape: Tape) 
     Values that change their shape have no slices of one tensor.
     """
     body = loop.body.clone(allow_outer_scope_values=True)
-    _rename(body, f"{prefix}/", loop.node)
+    _rename(body, f"{prefix}/")
     starts: list[ir.Value] = []
     sequences: list[ir.Value] = []
     before: list[ir.Value] = []
@@ -390,8 +400,8 @@ def _typed(value: ir.Value, like: ir.Value) -> ir.Value:
     return value
 
 
-def _rename(body: ir.Graph, prefix: str, of: ir.Node) -> None:
-    """Put a prefix ahead of all names in a graph and those within it, and refuse nodes that draw numbers."""
+def _rename(body: ir.Graph, prefix: str) -> None:
+    """Put a prefix ahead of all names in a graph and those within it."""
     graphs = [body]
     while graphs:
         graph = graphs.pop()
@@ -402,8 +412,6 @@ def _rename(body: ir.Graph, prefix: str, of: ir.Node) -> None:
         for value in initializers:
             graph.register_initializer(value)
         for node in graph:
-            if node.op_type in _RANDOM:
-                raise error_of(node, f"draws numbers within {of.op_type}; expected them from outside")
             node.name = f"{prefix}{node.name}" if node.name else node.name
             for value in node.outputs:
                 value.name = f"{prefix}{value.name}" if value.name else value.name

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from gradfuse.differentiation.control_flow import of_branches, of_turns
+from gradfuse.differentiation.control_flow import draws_within, of_branches, of_turns
 from gradfuse.differentiation.dependence import depending, is_branches, is_constant, repeated
 from gradfuse.differentiation.rules import Call, Entry, Gradient, entry_of, error_of
 from gradfuse.differentiation.tensors import Tape, Tensor
@@ -85,6 +85,8 @@ def _way_back(
         if (not needed and not captured) or is_constant(node):
             continue
         reached.update(captured, (value for k in needed if (value := node.inputs[k]) is not None))
+        if inward:
+            refused |= draws_within(node)
         try:
             way.append((node, None if inward else _entry(node, needed, captured, active), needed, captured))
         except ModelError as error:
@@ -92,7 +94,7 @@ def _way_back(
     if refused:
         first, *others = refused.values()
         names = [str(error).partition(": ")[0] for error in others]
-        raise first if not others else ModelError(f"{first}. Nor have these one: {listed(names, quoted=False)}")
+        raise first if not others else ModelError(f"{first}. Without a gradient too: {listed(names, quoted=False)}")
     return way
 
 

@@ -306,10 +306,11 @@ class _Asked:
     def with_trained(self, graph: ir.Graph) -> None:
         """Give the inputs that become parameters their first values, as initializers."""
         inputs = {str(value.name): value for value in graph.inputs}
+        unknown = [name for name in self.trained if name not in inputs]
+        if unknown:
+            raise ArgumentError(f"{_WHO}: train_inputs has {listed(unknown)}; expected inputs among {listed(inputs)}")
         for name, given in self.trained.items():
-            value = inputs.get(name)
-            if value is None:
-                raise ArgumentError(f"{_WHO}: train_inputs has {name!r}; expected inputs among {listed(inputs)}")
+            value = inputs[name]
             if value.dtype not in FLOATS or value.shape is None:
                 raise ArgumentError(
                     f"{_WHO}: train_inputs has {name!r}, which is {value.dtype}; expected a float input"
@@ -332,9 +333,10 @@ class _Asked:
         """Make values outputs of a graph, so that they stay; return at which places they are."""
         places: dict[str, int] = {}
         values = {str(value.name): value for node in graph for value in node.outputs}
+        unknown = [name for name in self.outputs if name not in values]
+        if unknown:
+            raise ArgumentError(f"{_WHO}: outputs has {listed(unknown)}; expected values that the model computes")
         for name in self.outputs:
-            if name not in values:
-                raise ArgumentError(f"{_WHO}: outputs has {name!r}; expected values that the model computes")
             if name == LOSS or name.endswith((GRADIENT_SUFFIX, UPDATED_SUFFIX)):
                 raise ArgumentError(f"{_WHO}: outputs has {name!r}, a name that the step has; expected another one")
             if values[name] not in graph.outputs:
@@ -473,9 +475,13 @@ def _built(
         pairs.part_pairs(work)
     named = [[aside.get(name, name) for name in names] for names in (choice.named or {}).values()]
     parameters = _with_gradients(asked, initializers, found, named)
-    for name in (*asked_for.trained, *asked_for.gradients):
-        if aside.get(name, name) not in parameters and all(value.name != aside.get(name, name) for value in wanted):
-            raise ArgumentError(f"{_WHO}: the loss does not depend on the input {name!r}; expected that it does")
+    reached = {*parameters, *(str(value.name) for value in wanted if value in found)}
+    missing = [name for name in (*asked_for.trained, *asked_for.gradients) if aside.get(name, name) not in reached]
+    if missing:
+        inputs = "input" if len(missing) == 1 else "inputs"
+        raise ArgumentError(
+            f"{_WHO}: the loss does not depend on the {inputs} {listed(missing)}; expected that it does"
+        )
     warn(store, choice, {name for name in choice.names if aside.get(name, name) in parameters})
     shown = {other: name for name, other in aside.items()}
     types = {name: _type_of(initializers[name]) for name in parameters}
@@ -611,8 +617,8 @@ def _differentiated(graph: ir.Graph, wanted: Collection[str], asked: _Asked) -> 
     found = [value for value in graph.inputs if value.name in wanted]
     if len(found) < len(wanted):
         inputs = [str(value.name) for value in graph.inputs]
-        unknown = next(name for name in asked.gradients if name not in inputs)
-        raise ArgumentError(f"{_WHO}: input_gradients has {unknown!r}; expected inputs among {listed(inputs)}")
+        unknown = [name for name in asked.gradients if name not in inputs]
+        raise ArgumentError(f"{_WHO}: input_gradients has {listed(unknown)}; expected inputs among {listed(inputs)}")
     for value in found:
         if value.dtype not in FLOATS:
             raise ArgumentError(f"{_WHO}: input_gradients has {value.name!r}, which is {value.dtype}; expected a float")
