@@ -408,3 +408,18 @@ def test_the_roi_align_of_an_older_opset_stays_as_it_was() -> None:
 def test_what_all_losses_have_is_no_loss() -> None:
     with pytest.raises(TypeError, match="abstract"):
         losses.Loss()  # type: ignore[abstract]
+
+
+def test_the_model_that_is_given_stays_as_it_is() -> None:
+    """Weights of names that the step has, and those in a body, whose names change where they become parameters."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 15]>
+        g (float[N, 2] x, int64 n) => (float[N, 2] z) <float[2] step = {1.5, 2.5}, bool go = {1}> {
+            loss = Mul(x, step)
+            z = Loop(n, go, loss) <
+                body = turn (int64 i, bool more, float[N, 2] v) => (bool again, float[N, 2] w)
+                <float[2] k = {0.25, 0.75}> { again = Identity(more) w = Mul(v, k) }
+            >
+        }""")
+    before = model.SerializeToString(deterministic=True)
+    assert set(build_training_step(model, "mse").parameters) == {"step", "k"}
+    assert model.SerializeToString(deterministic=True) == before

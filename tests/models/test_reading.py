@@ -151,6 +151,13 @@ def test_the_argument_is_never_changed(kind: str) -> None:
     assert proto.SerializeToString() == small_models.forward().SerializeToString()
 
 
+def test_an_input_that_is_an_output_without_a_shape_has_its_own() -> None:
+    model = small_models.forward()
+    model.graph.output.append(onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, None))
+    value = reading.load(model).ir.graph.inputs[0]
+    assert value.shape == reading.load(small_models.forward()).ir.graph.inputs[0].shape and value.shape is not None
+
+
 def test_the_long_name_of_the_default_domain_is_understood() -> None:
     model = edited(lambda m: setattr(m.opset_import[0], "domain", "ai.onnx"))
     assert reading.load(model).ir.opset_imports == {"": 20}

@@ -97,7 +97,7 @@ def put_branch(graph: ir.Graph, node: ir.Node, branch: ir.Graph, names: Names) -
         constant.outputs[0].type, constant.outputs[0].shape = value.type, value.shape
         del branch.initializers[str(value.name)]
     for one in branch.all_nodes():
-        one.name = names.kept("node", one.name or "node", inside)
+        one.name = names.kept("node", one.name, inside) if one.name else names.fresh("node", "node")
         for value in one.outputs:
             value.name = names.kept("value", value.name, inside) if value.name else value.name
     results = _results(branch, len(node.outputs), names)

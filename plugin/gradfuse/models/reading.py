@@ -275,11 +275,22 @@ def _from_proto(proto: onnx.ModelProto, source: str) -> ir.Model:
     try:
         model = ir.from_proto(proto)
         zeros.register(model.graph, empty)
+        _redeclare_inputs(model.graph, proto.graph)
     except Exception as error:
         # The deserializer documents no exceptions; whatever it raises, the model is malformed.
         raise ModelError(f"{source}: is not a valid ONNX model: {one_line(_first_cause(error))}") from error
     _free_unknown_sizes(model)
     return _with_one_default_domain(model)
+
+
+def _redeclare_inputs(graph: ir.Graph, proto: onnx.GraphProto) -> None:
+    """Let an input that is an output too be what it is declared as an input: onnx_ir takes the output's, without a
+    shape where it has none.
+    """
+    outputs = set(graph.outputs)
+    for value, info in zip(graph.inputs, proto.input, strict=True):
+        if value in outputs:
+            ir.serde.deserialize_value_info_proto(info, value)
 
 
 def _free_unknown_sizes(model: ir.Model) -> None:
