@@ -43,7 +43,17 @@ def rename_operator(model: onnx.ModelProto) -> None:
     model.graph.node[0].op_type = "MatMull"
 
 
+def break_two_nodes(model: onnx.ModelProto) -> None:
+    model.graph.node.append(onnx.helper.make_node("Relu", ["elsewhere"], ["u"]))
+    model.graph.node.append(onnx.helper.make_node("Relu", ["u", "u"], ["v"]))
+    rename_input(model)
+
+
 BAD_MODELS = {
+    "three faults": (
+        break_two_nodes,
+        r"'nowhere'.*\. Nor are valid: .*'elsewhere' is given by no node, .*input size 2",
+    ),
     "opset too new": (lambda m: set_opset(m, 99), r"the default opset is 99; expected 15 to \d+$"),
     "opset too old": (
         lambda m: set_opset(m, 6),

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from gradfuse.custom_ops.operator import OLDEST_OPSET
-from gradfuse.errors import ArgumentError, ModelError, one_line
+from gradfuse.errors import ArgumentError, ModelError, cut, listed, one_line
 from gradfuse.models import default_values, validation, zeros
 from gradfuse.models.arrays import Arrays
 from gradfuse.models.conversion import raise_opset
@@ -352,4 +352,7 @@ def _check(model: onnx.ModelProto, path: str | None, source: str) -> None:
             if not value.type.tensor_type.HasField("shape"):
                 wanted = "expected one, with names for sizes that vary"
                 raise ModelError(f"{source}: input {value.name!r} has no shape; {wanted}") from error
-        raise ModelError(f"{source}: is not a valid ONNX model: {one_line(error)}") from error
+        others = listed(validation.further_faults(model, str(error)), quoted=False, most=3)
+        more = cut(f". Nor are valid: {others}") if others else ""
+        first = one_line(error).rstrip(".")
+        raise ModelError(f"{source}: is not a valid ONNX model: {first}{more}") from error

@@ -223,6 +223,31 @@ def check_structure(model: onnx.ModelProto, path: str | None) -> None:
         onnx.checker.check_model(changed)
 
 
+def further_faults(model: onnx.ModelProto, first: str) -> list[str]:
+    """Return what else is wrong with nodes of a model's graph than the first fault, at which onnx's checker stops."""
+    context = type(onnx.checker.DEFAULT_CONTEXT)()
+    context.ir_version = model.ir_version
+    context.opset_imports = {entry.domain: entry.version for entry in model.opset_import}
+    version = _default_version(model.opset_import, 1)
+    functions = {(function.domain, function.name) for function in model.functions}
+    graph = model.graph
+    known = {value.name for holder in (graph.input, graph.initializer) for value in holder}
+    known |= {sparse.values.name for sparse in graph.sparse_initializer}
+    known |= {name for node in graph.node for name in node.output} | {""}
+    found = []
+    for node in graph.node:
+        texts = [f"input {name!r} of node" for name in node.input if name not in known]
+        has_graphs = any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute)
+        if not has_graphs and (node.domain, node.op_type) not in functions and not _is_later(node, version):
+            try:
+                onnx.checker.check_node(node, context)
+            except Exception as error:  # As of `check_structure`.
+                texts.append(str(error).rstrip("."))
+        found += [(text, f"{_called(node)}: {text.replace(' of node', ' is given by no node')}") for text in texts]
+    own = next((index for index, (text, _) in enumerate(found) if text in first), None)
+    return [shown for index, (_, shown) in enumerate(found) if index != own]
+
+
 def _give_outputs_shapes(model: onnx.ModelProto) -> bool:
     """Give outputs a shape that have a type and none; tell whether there are any."""
     without = [
