@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,6 +34,7 @@ from gradfuse.passes.matching.updates import (
     VIEWS,
     Rate,
     behind,
+    computed_rates,
     regularized,
     require_types,
     results_of,
@@ -270,8 +271,22 @@ def _update(site: Site, root: ir.Value, found: _Moments, betas: tuple[float, flo
     Raises:
         Mismatch: it is another one.
     """
+    try:
+        return _update_at(site, root, found, betas, [])
+    except Mismatch:
+        rates = computed_rates(site, root, _NEAR_ROOT, lambda v: v.is_graph_input() or v.is_initializer())
+        if rates:
+            with contextlib.suppress(Mismatch):
+                return _update_at(site, root, found, betas, rates)
+        raise
+
+
+def _update_at(
+    site: Site, root: ir.Value, found: _Moments, betas: tuple[float, float], rates: Collection[ir.Value]
+) -> _Update:
+    """As `_update`, with factors of the learning rate that are taken as they are."""
     mean, square = found.mean.value, found.square.value
-    terms = terms_of(site, uncast(root), [mean, square])
+    terms = terms_of(site, uncast(root), [mean, square, *rates])
     steps = [(f, n) for f, n in terms.items() if any(key is mean for key, _ in f)]
     rest = {f: n for f, n in terms.items() if (f, n) not in steps}
     if len(steps) != 1 or (mean, 1.0) not in steps[0][0]:

@@ -15,6 +15,7 @@ from gradfuse.passes.matching.terms import Factors, Terms, TooLong, constant, is
 from gradfuse.passes.matching.updates import (
     Rate,
     behind,
+    computed_rates,
     regularized,
     require_types,
     results_of,
@@ -42,8 +43,9 @@ class FuseApplySgdPass(OptimizerPass):
     Or, as Keras writes it, P = p + V with a velocity V = mu v - lr g, or p + mu V - lr g. The operator has these with a
     learning rate of -1 and lr in the scale of the gradient.
 
-    lr is a product of single numbers. p, b, g are of P's shape and type, and what is in between of float32. g may be
-    another gradient plus a multiple of p, and that be multiplied by single numbers. P and B are replaced together.
+    lr is a product of single numbers, which nodes may compute. p, b, g are of P's shape and type, and what is in
+    between of float32. g may be another gradient plus a multiple of p, and that be multiplied by single numbers. P and
+    B are replaced together.
 
     SGDOptimizerV2 of onnxruntime-training is the same for each of its parameters, without a momentum.
     """
@@ -140,13 +142,14 @@ def _results_of(site: Site, state: ir.Value, root: ir.Value) -> list[ir.Value]:
 def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update | None:
     # The momentum itself, where it is distributed in the update.
     outside = [value for state in _given_in(site, root, parameter) for value in _results_of(site, state, root)]
+    rates = computed_rates(site, root, _NEAR_BUFFER, lambda value: value is parameter)
     for candidate in dict.fromkeys((*behind(site, root, _NEAR_BUFFER), *outside)):
         value = plain(site, candidate)
         for momentum in _momenta(site, value):
             if momentum.before is parameter or value is uncast(root):
                 continue
             gradient = momentum.gradient
-            steps = dict(terms_of(site, uncast(root), [parameter, value, gradient]))
+            steps = dict(terms_of(site, uncast(root), [parameter, value, gradient, *rates]))
             kept = steps.pop(frozenset([(parameter, 1.0)]), 0.0)
             steps = _along(momentum, steps)
             others = [factors for factors in steps if (parameter, 1.0) not in factors]
@@ -158,18 +161,18 @@ def _with_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Update |
                 return found
             if momentum.sign < 0:
                 continue
-            rates = {
+            along_each = {
                 key: _rate(site, factors, number, key)
                 for factors, number in steps.items()
                 for key in (value, gradient)
                 if (key, 1.0) in factors
             }
-            if len(rates) != len(steps) or value not in rates:
+            if len(along_each) != len(steps) or value not in along_each:
                 continue
-            along = rates[value]
-            if len(rates) == 1:
+            along = along_each[value]
+            if len(along_each) == 1:
                 return _Update(parameter, gradient, along, momentum, nesterov=False)
-            ahead = rates[gradient]
+            ahead = along_each[gradient]
             off = abs(along.number - ahead.number * momentum.factor)
             if along.factors != ahead.factors or off > _ROUNDING * along.number:
                 raise Mismatch("its step along the momentum is not that of Nesterov's")
@@ -242,7 +245,8 @@ def _without_momentum(site: Site, root: ir.Value, parameter: ir.Value) -> _Updat
         return None
     # What the gradient is divided by is its scale; a learning rate is a factor.
     gradient = without_numbers(site, others[0], ["Mul"])
-    steps = dict(terms_of(site, uncast(root), [parameter, gradient]))
+    rates = computed_rates(site, root, _NEAR_BUFFER, lambda value: value is parameter)
+    steps = dict(terms_of(site, uncast(root), [parameter, gradient, *rates]))
     if gradient is parameter or steps.pop(frozenset([(parameter, 1.0)]), 0.0) != 1.0 or len(steps) != 1:
         return None
     ((factors, number),) = steps.items()

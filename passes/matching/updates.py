@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,11 @@ import onnx_ir as ir
 from gradfuse.passes.matching.builder import Builder
 from gradfuse.passes.matching.rewrite import Mismatch
 from gradfuse.passes.matching.site import Site
-from gradfuse.passes.matching.terms import Factors, constant, is_single, plain, terms_of
+from gradfuse.passes.matching.terms import Correction, Factors, constant, is_single, plain, terms_of
 
 VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Expand"}
+_OF_PRODUCTS: tuple[str, ...] = ("Mul", "Neg")
+_OF_SUMS = (*_OF_PRODUCTS, "Add", "Sub", "Sum", "Div")
 ARITHMETIC = {"Add", "Sub", "Mul", "Div", "Neg", "Sum", "Reciprocal", "Sqrt", "Pow", "Where", "Cast", "Identity"}
 
 
@@ -52,6 +54,40 @@ def without_numbers(site: Site, value: ir.Value, through: Collection[str] = ("Mu
         if len(factors) != 1 or (node.op_type == "Div" and factors[0] is not node.inputs[0]):
             return value
         value = factors[0]
+
+
+def computed_rates(site: Site, root: ir.Value, limit: int, is_decayed: Callable[[ir.Value], bool]) -> list[ir.Value]:
+    """Single numbers that terms of a sum are multiplied by, where the graph computes them as sums or powers.
+
+    So are learning rates of a schedule in the graph, which `terms_of` would take apart. Bias corrections are not.
+
+    Args:
+        site: the graph.
+        root: the sum.
+        limit: how many nodes are looked at.
+        is_decayed: tells what may be multiplied by 1 less a multiple of the rate, which is none.
+    """
+    if is_single(site, root):
+        return []
+    found: list[ir.Value] = []
+    todo = [uncast(root)]
+    for below in todo:
+        value = plain(site, below)
+        node = value.producer()
+        if node is None or node.domain or node.graph is not site.graph or constant(site, value) is not None:
+            continue
+        inputs = [v for v in node.inputs if v is not None]
+        passing, single = _OF_SUMS, is_single(site, value)
+        corrected = single and any(isinstance(key, Correction) for f in terms_of(site, value, []) for key, _ in f)
+        if single:
+            passing = (*_OF_PRODUCTS, "Div") if corrected else _OF_PRODUCTS
+        elif node.op_type == "Mul" and any(is_decayed(plain(site, v)) for v in inputs):
+            continue
+        if node.op_type in passing and len(todo) < limit:
+            todo += [v for v in (inputs[:1] if single and node.op_type == "Div" else inputs) if v not in todo]
+        elif single and not corrected:
+            found.append(value)
+    return found
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,23 @@ def test_ways_to_write_the_step(step: str, mean: str) -> None:
     require_update(Update(step=step, mean=mean))
 
 
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "capturable"])
+def test_the_rate_may_be_a_sum_that_the_graph_computes(step: str) -> None:
+    """As a warm-up does: here two halves of the rate that is given."""
+    parts = "half = Mul(given, two_parts) less = Sub(half, given) tall = Abs(less) rate = Add(half, tall)"
+    constant = "two_parts = Constant<value = float {0.5}>()"
+    update = Update(step=step, changed=(("one = Constant", f"{constant} {parts} one = Constant"),))
+    model = update.model()
+    model.graph.input[4].name = "given"
+    model, report = fused(model)
+    assert operators(report) == ["ApplyAdamW"], report
+    values = feeds()
+    exact, native = (of_torch(update, values, dtype) for dtype in (torch.float64, torch.float32))
+    results = run(model, {"given" if name == "rate" else name: value for name, value in values.items()})
+    for name, wanted in exact.items():
+        assert_gradients_close(results[name], native[name], wanted, np.float32)
+
+
 @settings(max_examples=8)
 @given(
     st.builds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,10 @@ STEPS = {
     "product": "way = Mul(d, rate) moved = Sub(p, way)",
     "negative rate": "back = Neg(rate) way = Mul(back, d) moved = Add(way, p)",
     "two rates": "own = Mul(rate, second) way = Mul(own, d) moved = Sub(p, way)",
+    "decaying rate": """base = Constant<value_float = 0.99>() power = Pow(base, second) own = Mul(rate, power)
+        way = Mul(d, own) moved = Sub(p, way)""",
+    "warmed rate": """half = Constant<value_float = 0.5>() far = Add(second, half) turned = Cos(far)
+        above = Add(turned, half) own = Mul(above, rate) back = Neg(own) way = Mul(back, d) moved = Add(p, way)""",
     "constant rate": "small = Constant<value_float = 0.05>() way = Mul(d, small) moved = Sub(p, way)",
 }
 SCALES = {
@@ -90,7 +95,13 @@ def of_torch(update: Update, given: Mapping[str, Array], dtype: torch.dtype) -> 
     tensors = {name: torch.from_numpy(given[name].copy()).to(dtype) for name in ("p", "gradient", "b")}
     factor, rate = float(given["factor"]), float(given["rate"])
     scale = {"": 1.0, "factor": factor, "divisor": 1 / factor, "maximize": -1.0}
-    rates = {"two rates": rate * float(given["second"]), "constant rate": float(np.float32(0.05))}
+    second = float(given["second"])
+    rates = {
+        "two rates": rate * second,
+        "decaying rate": rate * float(np.float32(0.99)) ** second,
+        "warmed rate": rate * (math.cos(second + 0.5) + 0.5),
+        "constant rate": float(np.float32(0.05)),
+    }
     parameter = torch.nn.Parameter(tensors["p"])
     parameter.grad = tensors["gradient"] * scale[update.scale]
     momentum = 0.0 if update.direction == "gradient" else float(np.float32(update.momentum))
@@ -120,6 +131,8 @@ def operators(report: Report) -> list[str]:
 
 # With equal numbers in all elements, the proof meets a step that is the parameter but for five digits.
 @example(Update(direction="momentum", step="product", scale="", momentum=0.123, weight_decay=0.1))
+@example(Update(direction="gradient", step="decaying rate"))
+@example(Update(direction="nesterov", step="warmed rate", weight_decay=0.1))
 @settings(max_examples=16, deadline=None)
 @given(
     st.builds(
