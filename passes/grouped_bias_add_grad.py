@@ -80,7 +80,7 @@ class FuseGroupedBiasAddGradPass(FusePass):
         node = root.producer()
         if node is None or node.domain not in _DOMAINS:
             return None
-        if node.op_type not in _COMBINES and _scaled_mean(site, node) is None:
+        if node.op_type not in _COMBINES and not _sums_windows(site, node) and _scaled_mean(site, node) is None:
             return None
         if node.op_type == "Sub" and root not in _running_sums(site):
             return None
@@ -201,6 +201,8 @@ class FuseGroupedBiasAddGradPass(FusePass):
                 atom = algebra.atoms[a]
                 if atom.kind == "eq" and (x := algebra.solve(atom, 0)) is not None and row in algebra.free(x):
                     index = x
+        if index is None and len(own.sizes) < 2:
+            return None  # Blocks of a vector are no groups of rows.
         counted = None if index is None else _ends(algebra, index, row)
         if counted is None:
             known = form.sizes[0].integer or 0
@@ -613,6 +615,8 @@ def _is_end(site: Site, node: ir.Node) -> bool:
     """Whether what a node takes is one of the tensors that sums are made of."""
     if node.op_type in _PRODUCTS:
         return not _is_product(site, node)
+    if _sums_windows(site, node):
+        return True
     if node.op_type in _CUTS and node.inputs[0] in _running_sums(site):
         return False  # The ends are ends of these.
     return (
@@ -620,6 +624,11 @@ def _is_end(site: Site, node: ir.Node) -> bool:
         or node.op_type in _CUTS - {"Cast"}
         or (node.op_type == "ReduceSum" and not _sums_nothing(site, node))
     )
+
+
+def _sums_windows(site: Site, node: ir.Node) -> bool:
+    """Whether it is a Conv by equal numbers, with windows side by side."""
+    return node.op_type == "Conv" and not node.domain and normalizing.reduced(site, node) is not None
 
 
 def _is_running_sum(node: ir.Node) -> bool:
@@ -661,6 +670,8 @@ def _carried(site: Site, value: ir.Value) -> list[ir.Value] | None:
         varying = [v for v in node.inputs if v is not None and site.forms.constant(v) is None]
         others = [v for v in varying if not _is_condition(site, v)]
         return others if len(others) == 1 else None
+    if node is not None and _sums_windows(site, node):
+        return []
     if node is None or node.domain not in _DOMAINS or node.op_type not in _COMBINES | _CUTS | {"Gather", "CumSum"}:
         return None
     if _is_product(site, node) or _is_end(site, node):

@@ -24,7 +24,7 @@ from gradfuse.passes.reading import attribute, is_float
 VIEWS = {"Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Cast", "Identity"}
 CALCULATIONS = {"Add", "Sub", "Mul", "Div", "Neg", "Sum"}
 REDUCTIONS = {"ReduceSum", "ReduceMean", "GlobalAveragePool", "AveragePool"}
-PRODUCTS = {"MatMul", "Gemm", "Einsum"}
+PRODUCTS = {"MatMul", "Gemm", "Einsum", "Conv"}
 """Operators that sum where one of their operands is ones."""
 ALL = CALCULATIONS | VIEWS | REDUCTIONS | {"Where"}
 _STATISTICS = ALL | PRODUCTS | {"ReduceSumSquare", "Pow", "Sqrt", "Reciprocal", "Transpose"}
@@ -39,8 +39,8 @@ def reduced(site: Site, node: ir.Node) -> ir.Value | None:
     """What a node sums or averages, by itself or in a product with ones; None for other nodes."""
     if node.domain or not node.inputs:
         return None
-    if node.op_type == "AveragePool" and node.outputs[0] in site.forms.opaque:
-        return None  # Its windows are parts of a dimension.
+    if node.op_type in ("AveragePool", "Conv") and node.outputs[0] in site.forms.opaque:
+        return None  # Its windows overlap, or its kernel is not of equal numbers.
     if node.op_type in REDUCTIONS or (node.op_type == "Einsum" and len(node.inputs) == 1):
         return node.inputs[0]
     if node.op_type in PRODUCTS and len(node.inputs) == 2 and None not in node.inputs:

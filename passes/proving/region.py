@@ -249,7 +249,7 @@ class Region:
         if node.domain == custom_ops.DOMAIN:
             # What an earlier match put in is run by its body; nothing is known of one that the model came with.
             return value in forms.opaque
-        if not has_reader(node):
+        if not has_reader(node) or (node.op_type == "Conv" and value in forms.opaque):
             return True
         if frontier:
             return False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from gradfuse.passes.algebra import UNIT, ZERO, Poly
@@ -173,31 +175,65 @@ def _global_average_pool(forms: KnownForms, node: ir.Node) -> Form:
 
 @reads("AveragePool")
 def _average_pool(forms: KnownForms, node: ir.Node) -> Form:
-    """The mean over whole dimensions, of which each is one window."""
-    algebra, x = forms.algebra, forms.operand(node, 0)
+    """The mean over windows that lie side by side."""
+    x = forms.operand(node, 0)
     kernel = [int(n) for n in attribute(node, "kernel_shape", ())]
+    return _sum_of_windows(forms, node, x, kernel, 1 / math.prod(kernel))
+
+
+@reads("Conv")
+def _convolution(forms: KnownForms, node: ir.Node) -> Form:
+    """The sum over windows that lie side by side, by a kernel of equal numbers; and over the channels of each group."""
+    algebra, x = forms.algebra, forms.operand(node, 0)
+    weight, groups = forms.constant(given(node.inputs, 1)), attribute(node, "group", 1)
+    if weight is None or weight.ndim != len(x.groups) or weight.size == 0 or not np.all(weight == weight.flat[0]):
+        raise Opaque("a kernel that is not of equal numbers")
+    if len(weight) != groups or len(node.inputs) > 2 or not np.isfinite(weight.flat[0]):
+        raise Opaque("a bias, or several results of a group")
+    sums = _sum_of_windows(forms, node, x, list(weight.shape[2:]), float(weight.flat[0]))
+    if weight.shape[1] == 1:
+        return sums
+    # The channels of a group become a dimension of their own, which is summed over.
+    sizes = [forms.extent(group) for group in sums.groups]
+    sizes[1:2] = [UNIT.scaled(groups), UNIT.scaled(weight.shape[1])]
+    split = forms.regrouped(sums, sizes)
+    inner = {v: split.sizes[v] for v in split.variables(2)}
+    left = {v: algebra.var(k) for k, v in enumerate(v for v in range(len(split.sizes)) if v not in inner)}
+    poly = algebra.substitute(algebra.sum(split.poly, inner, dict(enumerate(split.sizes))), left)
+    return Form((*split.groups[:2], *split.groups[3:]), poly)
+
+
+def _sum_of_windows(forms: KnownForms, node: ir.Node, x: Form, kernel: Sequence[int], factor: float) -> Form:
+    """A number times the sums over windows of a node, which divide each dimension of an image that they are wide in."""
+    algebra = forms.algebra
     strides = attribute(node, "strides", None) or [1] * len(kernel)
     if (
         len(kernel) != len(x.groups) - 2
         or any(attribute(node, "pads", ()))
-        or any(step != 1 for step in attribute(node, "dilations", ()))
+        or any(step != 1 for step in attribute(node, "dilations", None) or ())
     ):
         raise Opaque("windows that are padded or dilated")
     if attribute(node, "auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         raise Opaque("windows that are padded")
-    pooled = []
-    for axis, (width, step) in enumerate(zip(kernel, strides, strict=True), 2):
-        if forms.extent(x.groups[axis]).integer == width:
-            pooled.append(axis)
-        elif (width, step) != (1, 1):
-            raise Opaque("windows that are a part of a dimension")
-    sizes = x.sizes
-    summed = {v: sizes[v] for axis in pooled for v in x.variables(axis)}
-    total = algebra.sum(x.poly, summed, dict(enumerate(sizes)))
-    mean = algebra.mul(total, algebra.power(algebra.product(summed.values()), -1))
-    left = {v: algebra.var(k) for k, v in enumerate(v for v in range(len(sizes)) if v not in summed)}
-    groups = tuple(() if axis in pooled else group for axis, group in enumerate(x.groups))
-    return Form(groups, algebra.substitute(mean, left))
+    sizes, windows = [forms.extent(group) for group in x.groups[:2]], list[int]()
+    for group, width, step in zip(x.groups[2:], kernel, strides, strict=True):
+        size = forms.extent(group)
+        if (width, step) == (1, 1):
+            sizes.append(size)
+            continue
+        count = UNIT if size.integer == width else None
+        if width == step and count is None:
+            count = forms.layouts.quotient(size, UNIT.scaled(width))
+        if count is None:
+            raise Opaque("windows that overlap or leave something out")
+        windows.append(len(sizes) + 1)
+        sizes += [count, UNIT.scaled(width)]
+    split = forms.regrouped(x, sizes)
+    summed = {v: split.sizes[v] for axis in windows for v in split.variables(axis)}
+    total = algebra.sum(split.poly, summed, dict(enumerate(split.sizes))).scaled(factor)
+    left = {v: algebra.var(k) for k, v in enumerate(v for v in range(len(split.sizes)) if v not in summed)}
+    groups = tuple(group for axis, group in enumerate(split.groups) if axis not in windows)
+    return Form(groups, algebra.substitute(total, left))
 
 
 def segment_sum(forms: KnownForms, x: Form, axes: Callable[[], Sequence[int]]) -> Form | None:

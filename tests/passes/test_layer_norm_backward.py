@@ -188,6 +188,8 @@ back = Constant<value_ints = [4, 3, 1]>()"""
         "sevenths = Expand(ones, square)  share = Div(sevenths, n)  $m = MatMul($x, share)",
         "$m = GlobalAveragePool($x)",
         "$m = AveragePool<kernel_shape = [7]>($x)",
+        """rows = Constant<value_ints = [12, 1, 7]>() filter = Constant<value = float[1, 1, 7] {1, 1, 1, 1, 1, 1, 1}>()
+        $r = Reshape($x, rows) $c = Conv($r, filter) $s = Div($c, n) $m = Reshape($s, back)""",
         """$r = Reshape($x, one_image)  $s = AveragePool<kernel_shape = [7]>($r)
         $m = Reshape($s, back)""",
         """flat = Constant<value_ints = [12, 7]>()  $r = Reshape($x, flat)
@@ -201,6 +203,7 @@ def test_means_by_products_with_ones_and_by_pooling(mean: str) -> None:
     for name, operand in (("m", "x"), ("mean_s", "s"), ("mean_sy", "sy")):
         own = f"${of_each}".replace("$m", name).replace("$x", operand)
         own = own.replace("$r", f"{name}_rows").replace("$s", f"{name}_sums")
+        own = own.replace("$c", f"{name}_ones")
         text = text.replace(f"{name} = ReduceMean({operand}, inner)", (constants if name == "m" else "") + own)
     require_backward(onnx_model(text, (4, 3, 7), 2), (4, 3, 7), 2)
 

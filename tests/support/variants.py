@@ -1026,6 +1026,9 @@ GROUPED_BIAS: dict[str, Build] = {
     "transposed, the last axis": lambda g: g.sum(g.op("Transpose", given(g, "dy3"), perm=[0, 2, 1]), -1, 0),
     "means of pooling, times their rows": lambda g: _pooled(g, "AveragePool", kernel_shape=[4]),
     "means of global pooling, times their rows": lambda g: _pooled(g, "GlobalAveragePool"),
+    "windows of a Conv by ones": lambda g: g.op(
+        "Squeeze", g.op("Conv", given(g, "dy3"), g.constant(np.ones((1, 4, 1)))), g.ints(1)
+    ),
     "differences of running sums": lambda g: _of_running_sums(g, padded=True),
     "blocks of rows": lambda g: _scattered(g, g.op("Div", arange(g, ROWS), g.constant(3, np.int64))),
     "means of blocks, times their rows": lambda g: g.op(

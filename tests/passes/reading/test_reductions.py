@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
-from reader_samples import INT32, Sample, below, compare, ints, positive, s, scalar, x
+from reader_samples import INT32, Array, Sample, below, compare, ints, positive, s, scalar, x
+
+
+def halves(*sizes: int) -> Array:
+    return np.full(sizes, 0.5)
 
 
 def _read() -> Iterator[Sample]:
@@ -44,6 +49,11 @@ def _read() -> Iterator[Sample]:
     yield s("AveragePool", x("N", 3, 4), kernel_shape=[4])
     yield s("AveragePool", x(2, 3, 4, 5), kernel_shape=[1, 5], strides=[1, 5])
     yield s("AveragePool", x(2, "N", 1, 3), kernel_shape=[1, 3], auto_pad="VALID", count_include_pad=1)
+    yield s("AveragePool", x(2, 3, 12), kernel_shape=[4], strides=[4])
+    yield s("Conv", x("N", 1, 4), halves(1, 1, 4))
+    yield s("Conv", x("N", 6, 4, 5), halves(2, 3, 1, 5), group=2)
+    yield s("Conv", x(2, 3, 12, 5), halves(3, 1, 4, 1), group=3, strides=[4, 1])
+    yield s("Conv", x(2, 3, 4), halves(1, 3, 1))
     for reverse in (0, 1):
         for exclusive in (0, 1):
             yield s("CumSum", x("N", 3), scalar(1), reverse=reverse, exclusive=exclusive)
@@ -60,6 +70,11 @@ def _unread() -> Iterator[Sample]:
     yield s("AveragePool", x(2, 3, 4), kernel_shape=[2])
     yield s("AveragePool", x(2, 3, 4), kernel_shape=[4], pads=[1, 0])
     yield s("AveragePool", x(2, 3, 4), kernel_shape=[1], strides=[2])
+    yield s("AveragePool", x(2, 3, 13), kernel_shape=[4], strides=[4])
+    yield s("Conv", x(2, 1, 12), halves(1, 1, 4), strides=[3])
+    yield s("Conv", x(2, 3, 4), halves(2, 3, 4))
+    yield s("Conv", x(2, 1, 4), halves(1, 1, 4), halves(1))
+    yield s("Conv", x(2, 1, 4), halves(1, 1, 4), pads=[1, 0])
     for operand, axis in (("Flat", 0), ("FlatRows", 0)):
         yield s("CumSum", operand, scalar(axis))
         yield s("CumSum", operand, scalar(axis), exclusive=1)
