@@ -36,7 +36,7 @@ from gradfuse.export.observing import (
     with_gradients,
 )
 from gradfuse.export.rewriting import CannotSelectError
-from gradfuse.export.selections import Line, Selections
+from gradfuse.export.selections import Line, Selections, Spot
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.traced_functions import is_mask
 from gradfuse.training.step import DROPOUT_SEED
@@ -82,6 +82,7 @@ class _Change:
         masks: the masks that are emptied.
         lines: where all masks that are made are emptied as well.
         full: whether these select all instead.
+        first: whether these select their first element alone.
         turns: whether the first element of each mask is turned the other way round.
         grouped: the share of elements that go into one group, where code groups them by an index.
     """
@@ -89,6 +90,7 @@ class _Change:
     masks: Collection[Made] = ()
     lines: Collection[_Where] = ()
     full: bool = False
+    first: bool = False
     turns: bool = False
     grouped: float = 0.0
 
@@ -113,7 +115,7 @@ class Guards:
 
     @contextlib.contextmanager
     def installed(
-        self, step: TorchStep, turned: Collection[Line] = ()
+        self, step: TorchStep, turned: Collection[Line | Spot] = ()
     ) -> Iterator[Mapping[Guard, Sequence[_Condition]]]:
         """Let the functions ask; yield how their conditions on numbers go, those in some lines the other way round."""
         found: dict[Guard, list[_Condition]] = defaultdict(list)
@@ -135,7 +137,7 @@ class Guards:
 class _Asked:
     """What rewritten functions call."""
 
-    def __init__(self, guards: Guards, found: dict[Guard, list[_Condition]], turned: Collection[Line]) -> None:
+    def __init__(self, guards: Guards, found: dict[Guard, list[_Condition]], turned: Collection[Line | Spot]) -> None:
         self._answers, self._turned = guards.answers, frozenset(turned)
         self._found = found
         self._functions = {new: old for old, new in guards.codes.items()}
@@ -155,7 +157,8 @@ class _Asked:
         answer = value if name == "truth" else _COMPARISONS[name](value, number)
         if type(value) not in _NUMBERS or type(number) not in _NUMBERS:
             return answer
-        answer = bool(answer) != ((guard[0].co_filename, line) in self._turned)
+        where = guard[0].co_filename, line
+        answer = bool(answer) != (where in self._turned or (*where, column) in self._turned)
         of_none, of_one, of_many = (_answer(name, count, number) for count in (0, 1, _LARGE))
         counts = type(value) is type(number) is int and value >= 0 and of_none != of_one == of_many
         self._found[guard].append(_Condition((value, number), answer, of_one if counts else None))
@@ -230,12 +233,24 @@ def guards_of(step: TorchStep, selecting: Collection[CodeType]) -> Guards:
 
 
 def _varying(trials: Sequence[_Trial | None]) -> list[Guard]:
-    """Return the conditions whose numbers follow from values: they differ between runs, which have equal sizes."""
+    """Return the conditions whose numbers follow from values: they differ between runs, which have equal sizes.
+
+    So do numbers that such conditions compare too where a condition is asked in some runs alone, as that of an `elif`.
+    """
+    run = [trial.conditions for trial in trials if trial is not None]
     found: dict[Guard, set[tuple[tuple[float, float], ...]]] = defaultdict(set)
-    for trial in trials:
-        for guard, conditions in ({} if trial is None else trial.conditions).items():
-            found[guard].add(tuple(one.numbers for one in conditions))
-    return [guard for guard, several in found.items() if len(several) > 1]
+    for conditions in run:
+        for guard, several in conditions.items():
+            found[guard].add(tuple(one.numbers for one in several))
+    varying = [guard for guard, several in found.items() if len(several) > 1]
+    others = [guard for guard in found if guard not in varying and not all(guard in conditions for conditions in run)]
+    return [*varying, *(guard for guard in others if all(_is_among(guard, varying, one) for one in run))]
+
+
+def _is_among(guard: Guard, others: Sequence[Guard], conditions: Mapping[Guard, Sequence[_Condition]]) -> bool:
+    """Whether other conditions in the same function compare the numbers of one, if a run asks for it."""
+    known = {one.numbers[0] for other in others if other[0] is guard[0] for one in conditions.get(other, ())}
+    return all(one.numbers[0] in known for one in conditions.get(guard, ()))
 
 
 def _zeros(trial: _Trial | None, which: Callable[[Iterable[bool]], bool]) -> dict[Guard, Sequence[_Condition]]:
@@ -412,7 +427,7 @@ def failing_otherwise(step: TorchStep, asking: Guards) -> dict[Guard, bool]:
 
 
 def _fails(
-    step: TorchStep, guards: Guards, change: _Change, turned: Collection[Line] = ()
+    step: TorchStep, guards: Guards, change: _Change, turned: Collection[Line | Spot] = ()
 ) -> tuple[Mapping[Guard, Sequence[_Condition]], bool]:
     """Return how conditions go in a run, and whether it fails."""
     with guards.installed(step, turned) as found, _Masks(change, turned=turned):
@@ -449,14 +464,24 @@ def are_selected_alike(step: TorchStep, selections: Selections, places: Collecti
     # Functions that ask for numbers have other code.
     lines = {line_of(place) for place in places}
     asked = {(code.co_filename, line) for code, (line, _) in asking.others}
-    trials: Iterable[tuple[_Change, Sequence[Line]]] = itertools.chain(
+    conditions: dict[Line | Guard, Line | Spot] = {line: line for line in lines}
+    conditions |= {(code, place): (code.co_filename, *place) for code, place in asking.others}
+    wanted = {(one, answer) for one in conditions for answer in (False, True)}
+    seen: set[tuple[Line | Guard, bool]] = set()
+    trials: Iterable[tuple[_Change, Sequence[Line | Spot]]] = itertools.chain(
         ((change, ()) for change in changes),
         ((_Change(), (line,)) for line in dict.fromkeys([*lines, *asked])),
         # As those above may miss what several conditions, one after the other, are about.
         ((_Change([mask], full=full), ()) for mask in observed.masks[:_MOST_ALONE] for full in (False, True)),
+        ((_Change(tuple(observed.masks), first=True), ()) for _ in observed.masks[:1]),
+        # As those of an `elif`, which is asked if the one before goes the other way round.
+        (
+            (_Change(), turned)
+            for count in (1, 2)
+            for turned in itertools.combinations(conditions.values(), count)
+            if not {conditions[one] for one, _ in wanted - seen}.isdisjoint(turned)
+        ),
     )
-    wanted = {(one, answer) for one in (*lines, *asking.others) for answer in (False, True)}
-    seen: set[tuple[Line | Guard, bool]] = set()
     for number, (change, turned) in enumerate(trials):
         if number >= len(changes) + len(lines | asked) and wanted <= seen:
             break
@@ -537,14 +562,14 @@ class _Masks(TorchFunctionMode):
     Args:
         change: what is other than in the module's own run.
         answers: how conditions at some places go.
-        turned: lines in which they go the other way round.
+        turned: lines and spots in which they go the other way round.
     """
 
     def __init__(
         self,
         change: _Change = _UNCHANGED,
         answers: Mapping[Place, bool] | None = None,
-        turned: Collection[Line] = (),
+        turned: Collection[Line | Spot] = (),
     ) -> None:
         super().__init__()
         self.answered: dict[Place, set[bool]] = defaultdict(set)
@@ -603,6 +628,8 @@ class _Masks(TorchFunctionMode):
             result.dtype == torch.bool or not self._change.full
         ):
             result.fill_(self._change.full)
+            if self._change.first and result.dtype == torch.bool and result.numel():
+                result[(0,) * result.dim()] = True
         self._made[id(result)] = made, result
 
     def _note_meaning(self, name: str, args: tuple[Any, ...], kwargs: Any, result: Tensor) -> None:

@@ -475,6 +475,7 @@ class _Guards(ast.NodeTransformer):
         return node
 
     def _of(self, test: ast.expr) -> ast.expr:
+        test = _of_pairs(test)
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test.operand = self._of(test.operand)
             return test
@@ -510,6 +511,28 @@ _COMPARISONS: Mapping[type[ast.cmpop], str] = {
     ast.LtE: "le",
 }
 """By the names of the functions of `operator`."""
+
+
+def _of_pairs(test: ast.expr) -> ast.expr:
+    """Return `1 <= n < 3` and `n in (1, 2)` as comparisons of two numbers each, joined by `and` and `or`."""
+    if not isinstance(test, ast.Compare):
+        return test
+    last = test.comparators[-1]
+    joined: ast.boolop
+    pairs: list[tuple[ast.expr, ast.cmpop, ast.expr, ast.expr]]
+    if isinstance(test.ops[0], ast.In) and isinstance(test.left, ast.Name) and isinstance(last, (ast.Tuple, ast.List)):
+        joined, pairs = ast.Or(), [(test.left, ast.Eq(), one, one) for one in last.elts]
+    elif all(isinstance(one, ast.Name) for one in test.comparators[:-1]):
+        lefts = [test.left, *test.comparators[:-1]]
+        joined, pairs = ast.And(), list(zip(lefts, test.ops, test.comparators, lefts, strict=True))
+    else:
+        return test
+    if len(pairs) < 2:
+        return test
+    compared: list[ast.expr] = [
+        ast.copy_location(ast.Compare(left, [op], [right]), place) for left, op, right, place in pairs
+    ]
+    return _located(ast.BoolOp(joined, compared), test)
 
 
 def _lines(node: ast.expr | ast.stmt) -> range:

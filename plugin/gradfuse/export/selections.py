@@ -50,6 +50,9 @@ _DROPOUTS = frozenset(("dropout", "dropout_"))
 Line = tuple[str, int]
 """A file, and a line of it."""
 
+Spot = tuple[str, int, int]
+"""File, line and column of a condition on numbers."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Written:
@@ -87,7 +90,7 @@ class Selections:
         codes: the code of each -> the code that replaces it.
         lines: the code of each -> the lines in which it decides.
         numbers: the code of some -> line and column of conditions in them on numbers, which become tensors.
-        assumed: file, line and column of conditions on numbers that are no decisions -> how they go.
+        assumed: conditions on numbers that are no decisions -> how they go.
         written: for each decision, in order, what its sides write; None: it is to be found out.
         gated: whether gradients of a side that is not taken end where it begins, as they may be NaN there.
     """
@@ -95,7 +98,7 @@ class Selections:
     codes: Mapping[CodeType, CodeType] = dataclasses.field(default_factory=dict)
     lines: Mapping[CodeType, frozenset[int]] = dataclasses.field(default_factory=dict)
     numbers: Mapping[CodeType, frozenset[tuple[int, int]]] = dataclasses.field(default_factory=dict)
-    assumed: Mapping[tuple[str, int, int], bool] = dataclasses.field(default_factory=dict)
+    assumed: Mapping[Spot, bool] = dataclasses.field(default_factory=dict)
     written: tuple[Written, ...] | None = None
     gated: bool = False
 
@@ -130,7 +133,7 @@ class Selections:
 
     @contextlib.contextmanager
     def installed(
-        self, step: TorchStep, trial: Trial | None = None, turned: Collection[Line] = ()
+        self, step: TorchStep, trial: Trial | None = None, turned: Collection[Line | Spot] = ()
     ) -> Iterator[Decisions]:
         """Let the functions compute both sides; decisions in some lines are turned the other way round."""
         functions = functions_of(self.codes, step)
@@ -243,10 +246,10 @@ class Decisions:
         written: Sequence[Written] | None,
         found: Found,
         trial: Trial | None = None,
-        assumed: Mapping[tuple[str, int, int], bool] | None = None,
+        assumed: Mapping[Spot, bool] | None = None,
         *,
         gated: bool = False,
-        turned: Collection[Line] = (),
+        turned: Collection[Line | Spot] = (),
     ) -> None:
         self.step = step
         self.turned = frozenset(turned)
@@ -339,7 +342,8 @@ class Decisions:
 
     def asks(self, value: Any, number: Any, line: int, column: int, name: str) -> Any:
         """Return a condition on a number, or on two, as a tensor, unless it is assumed."""
-        known = self._assumed.get((_calling_line()[0], line, column)) if self._assumed else None
+        spot = _calling_line()[0], line, column
+        known = self._assumed.get(spot)
         if known is not None:
             return known
         if holds_some(value) and name == "truth":
@@ -347,7 +351,8 @@ class Decisions:
         compared, other = (as_tensor(one, None) for one in (value, number))
         if compared is None or other is None:
             raise CannotSelectError("a condition")
-        return self.condition(compared != 0 if name == "truth" else getattr(operator, name)(compared, other))
+        condition = compared != 0 if name == "truth" else getattr(operator, name)(compared, other)
+        return self.condition(~condition if spot in self.turned else condition)
 
     def condition(self, value: Any) -> Any:
         """Return what is tested; the other way round, if this is one of the lines."""
