@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,11 @@ def _compared(module: nn.Module, batch: Any, dynamic_shapes: Any = DYNAMIC, othe
 @pytest.mark.parametrize("module", [Checking, CheckingLater, CheckingCovariances])
 def test_checks_and_lengths_do_not_stop_an_export(module: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    _compared(module(), _batch(4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _compared(module(), _batch(4))
+    told = [one for one in caught if "whether numbers are finite in Checking.asked" in str(one.message)]
+    assert len(told) == (module is Checking)
 
 
 class Choosing(Asking):

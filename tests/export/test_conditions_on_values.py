@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradfuse import ExportError, TrainingSession, export_training_step
+from gradfuse import ArgumentError, ExportError, TrainingSession, export_training_step
 
 WIDTH = 6
 DYNAMIC = ({0: "batch"},), ({0: "batch"},)
@@ -173,6 +173,63 @@ def test_conditions_on_several_values_and_numbers_hold_for_each_batch() -> None:
     torch.manual_seed(0)
     batches = [batch(6, [0, 1, 2, 3, 1, 2]), batch(3, [0, 0, 0]), batch(4, [2, 1, 1, 2]), batch(5, [1, 0, 3, 1, 3])]
     train_alike(nn.Linear(WIDTH, 4), of_pairs, [*batches, batch(2, [3, 2])])
+
+
+def of_counts(scores: Tensor, y: Tensor) -> Tensor:
+    """Chains of conditions on one number, of which the first batch takes one side alone."""
+    mask = y == 1
+    n = int(mask.sum())
+    total = F.cross_entropy(scores, y)
+    if n >= 4:
+        total = total + scores[mask].square().mean()
+    elif n == 2:
+        total = total * 0.5
+    elif n == 1:
+        total = total + scores[mask].mean()
+    else:
+        total = total - scores.mean()
+    zeros = int((y == 0).sum().item())
+    weight = 1.0 if zeros > 4 else (0.5 if zeros > 1 else (0.1 if zeros else 7.0))
+    return total * weight * (2.0 if 1 <= n < 3 else 1.0) * (3.0 if n in (0, 4) else 1.0)
+
+
+def test_chains_of_conditions_on_a_number_hold_for_each_batch() -> None:
+    torch.manual_seed(0)
+    batches = [batch(6, [0, 1, 2, 3, 1, 0]), batch(3, [0, 2, 3]), batch(5, [1, 1, 1, 1, 0]), batch(4, [2, 3, 3, 1])]
+    train_alike(nn.Linear(WIDTH, 4), of_counts, [*batches, batch(6, [0] * 6)])
+
+
+def of_frequencies(scores: Tensor, y: Tensor) -> Tensor:
+    """Weights by how many rows a class has, and by the losses of these."""
+    losses = F.cross_entropy(scores, y, reduction="none")
+    counts = torch.bincount(y[y != 3], minlength=4)
+    means = torch.bincount(y, weights=losses.detach(), minlength=4) / y.bincount(minlength=4).clamp(min=1)
+    weights = (1.0 / (counts + 1)).to(scores.dtype)
+    return F.cross_entropy(scores, y, weight=weights) + (means[y] * losses).mean()
+
+
+def test_counts_of_classes_have_the_length_that_code_asks_for() -> None:
+    torch.manual_seed(0)
+    batches = [batch(6, [0, 1, 2, 3, 1, 0]), batch(3, [0, 0, 0]), batch(2, [3, 3]), batch(5, [1, 2, 1, 2, 0])]
+    train_alike(nn.Linear(WIDTH, 4), of_frequencies, batches)
+
+
+def of_more_counts(scores: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(scores, y) * torch.bincount(y, minlength=3).to(scores.dtype).std()
+
+
+@pytest.mark.parametrize("label", [3, -1])
+def test_a_class_beyond_the_counts_that_code_asks_for_stops_a_step(label: int) -> None:
+    step = export_training_step(nn.Linear(WIDTH, 4), of_more_counts, batch(4, [0, 1, 2, 1]), evaluation=False)
+    (x,), (y,) = batch(4, [0, 1, label, 1])
+    with pytest.raises(ArgumentError, match=rf"\[2\] is {label}; expected 0 to"):
+        TrainingSession(step).step(x.numpy(), y.numpy())
+
+
+def test_more_counts_than_code_asks_for_export_if_the_batch_has_them() -> None:
+    torch.manual_seed(0)
+    batches = [batch(4, [0, 3, 1, 1]), batch(3, [2, 0, 2]), batch(2, [3, 3])]
+    train_alike(nn.Linear(WIDTH, 4), of_more_counts, batches)
 
 
 def of_classes(scores: Tensor, y: Tensor) -> Tensor:

@@ -56,11 +56,11 @@ from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
 from gradfuse.export.observing import ASKS, Place, are_close, caller, callers, calling_frame, forward, line_of, offset
 from gradfuse.export.reporting import WHO, refusal
 from gradfuse.export.rewriting import CannotSelectError
-from gradfuse.export.selections import Decisions, DrawsForNothing, Found, Selections, Trial, Written
+from gradfuse.export.selections import Decisions, DrawsForNothing, Found, Line, Selections, Trial, Written
 from gradfuse.export.sizes_in_tensors import SizesInTensors
 from gradfuse.export.sparse_matrices import SparseProducts
 from gradfuse.export.torch_step import TRIED_SEED, Outcome, TorchStep
-from gradfuse.export.traced_functions import INSTEAD, counts_of_groups, indexed, is_mask
+from gradfuse.export.traced_functions import INSTEAD, bincount, exceeds_minlength, indexed, is_mask
 from gradfuse.training.step import DROPOUT_SEED
 
 _FINITE = ("isfinite", "isnan", "isinf")
@@ -84,7 +84,6 @@ _KEEPS = frozenset(
 """Functions whose results are of the kind of their arguments."""
 
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-_LISTS = (torch.Tensor.tolist, torch.Tensor.unbind)
 _TAKEN = frozenset("tolist bincount item __int__ __float__ __bool__".split())
 """Functions that take numbers out of tensors, and truth values, or count."""
 _SIZES = frozenset("len numel size shape".split())
@@ -119,10 +118,12 @@ class Branches:
         open: the others, as texts for messages.
         random: those of the others that depend on a random number.
         found: where `nonzero` finds something each time.
+        exceeding: lines in which `bincount` gives more counts than its `minlength`.
         selections: the functions that compute both sides of what they decide by random numbers.
         chances: where those decide that are the module's own.
         items: where a random number is taken out of a tensor, and stays one.
-        assumed: those of `found` that were met when the step was traced.
+        finite: those of `decided` that choose what is computed where numbers are not finite.
+        assumed: those of `found` and `finite` that were met when the step was traced.
     """
 
     decided: Mapping[Place, bool]
@@ -131,9 +132,11 @@ class Branches:
     open: tuple[str, ...]
     random: tuple[str, ...]
     found: frozenset[Place]
+    exceeding: Collection[Line]
     selections: Selections
     chances: frozenset[Place]
     items: frozenset[Place]
+    finite: frozenset[Place]
     assumed: set[Place] = dataclasses.field(default_factory=set)
 
     def computes_more(self, step: TorchStep) -> bool:
@@ -202,9 +205,17 @@ def _branches(step: TorchStep, observed: _Observed, guards: Guards, asking: Guar
             and place[0] not in guards.codes.values()
             and not (selections.gated and place[0] in selections.codes.values())
         ),
+        exceeding=observed.exceeding,
         selections=selections,
         chances=frozenset(chances),
         items=frozenset(observed.items),
+        finite=frozenset(
+            place
+            for place in decided
+            if "finite" in observed.asked[place][1]
+            and explaining.is_users(place[0].co_filename)
+            and not _is_check(step, place, len(observed.asked[place][0]), none)
+        ),
     )
 
 
@@ -414,10 +425,9 @@ def refuse_open(step: TorchStep, branches: Branches, error: BaseException) -> No
 def warn_of_assumptions(branches: Branches) -> None:
     """Warn the user of what was assumed of all batches."""
     for place in branches.assumed:
-        warnings.warn(
-            f"{WHO}: nonzero in {_text(place)} is taken to find at least one element, as it does in this batch",
-            stacklevel=4,
-        )
+        about_finite = f"whether numbers are finite in {_text(place)} is taken to be the same in all batches"
+        found = f"nonzero in {_text(place)} is taken to find at least one element, as it does in this batch"
+        warnings.warn(f"{WHO}: {about_finite if place in branches.finite else found}", stacklevel=4)
 
 
 @contextlib.contextmanager
@@ -499,7 +509,6 @@ class _Decided(TorchFunctionMode):
         self._branches = branches
         self._decisions = decisions
         self._selected: dict[tuple[int, int], tuple[Tensor, Any]] = {}
-        self._counts: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
         self._sizes = SizesInTensors()
         self._fixed = FixedNumbers(fixed)
         self._products = SparseProducts()
@@ -507,6 +516,8 @@ class _Decided(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = caller()
         if func in ASKS and place in self._branches.decided:
+            if place in self._branches.finite:
+                self._branches.assumed.add(place)
             return self._branches.decided[place]
         if func is torch.Tensor.item and place in self._branches.items:
             return _as_item(args[0])
@@ -518,12 +529,10 @@ class _Decided(TorchFunctionMode):
             args = (args[0].detach(),)
         if self._products.takes(func, args, kwargs or {}):
             return self._products.called(func, args, kwargs or {})
-        if func in _LISTS and id(args[0]) in self._counts:
-            args = (self._counts[id(args[0])][1](), *args[1:])
         func = INSTEAD.get(func, func)
+        if func is bincount and line_of(place) in self._branches.exceeding:
+            func = torch.bincount
         result = self._fixed.called(self._called, func, args, kwargs or {})
-        if (of_groups := counts_of_groups(func, args, kwargs or {})) is not None:
-            self._counts[id(result)] = result, of_groups
         if func in _SELECTS and len(args) == 2 and is_mask(args[1]):
             self._count(args[1], result.shape[0])
         if place in self._branches.found and isinstance(result, Tensor) and not self._decisions.open:
@@ -565,6 +574,7 @@ class _Observed(TorchFunctionMode):
         loops: where code loops over what `nonzero` finds in a vector.
         looped: where that `nonzero` is.
         found: place of a `nonzero` -> whether it found something, each time.
+        exceeding: lines in which `bincount` gives more counts than its `minlength`.
         items: where random numbers are taken out of tensors, and stay tensors.
     """
 
@@ -572,6 +582,7 @@ class _Observed(TorchFunctionMode):
         super().__init__()
         self.asked: dict[Place, tuple[list[bool], set[str]]] = {}
         self.found: dict[Place, list[bool]] = {}
+        self.exceeding: set[Line] = set()
         self.selecting: set[CodeType] = set()
         self.loops: set[Place] = set()
         self.looped: set[Place] = set()
@@ -619,6 +630,8 @@ class _Observed(TorchFunctionMode):
                 return result
             self._asking.append(calling_frame())
             return not result
+        if name == "bincount" and exceeds_minlength(result, *args, **(kwargs or {})):
+            self.exceeding.add(line_of(caller()))
         if name == "nonzero" and isinstance(result, Tensor):
             self.found.setdefault(caller(), []).append(result.shape[0] > 0)
         if name in ("nonzero", "where"):

@@ -64,29 +64,20 @@ def grid_sampler(input: Tensor, grid: Tensor, mode: int, padding: int, align_cor
     return corners[0] + corners[1] + corners[2] + corners[3]
 
 
-def counts_of_groups(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Tensor] | None:
-    """Return what makes the counts of a call of `bincount` if they are `minlength` numbers; None: that is not known.
-
-    The list of such counts has as many in each batch. An index that needs more is out of range of the scatter.
-    """
-    if getattr(function, "__name__", "") != "bincount":
-        return None
-    input, weights, count = _bincount(*args, **kwargs)
-    if weights is not None or not count:
-        return None
-    return lambda: torch.zeros(count, dtype=torch.int64).scatter_add(0, input.long(), torch.ones_like(input).long())
-
-
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: Any = 0) -> Tensor:
-    """The same with as many counts as a size says; an index that needs more is out of range of the scatter."""
-    if not private.is_symbolic(minlength):
-        return torch.bincount(input, weights, minlength)
-    ones = torch.ones_like(input, dtype=torch.int64) if weights is None else weights
-    return ones.new_zeros((minlength,)).scatter_add(0, input.long(), ones)
+    """The same with `minlength` counts, if any; an index that needs more is out of range of the scatter."""
+    if not private.is_symbolic(minlength) and not minlength:
+        return torch.bincount(input, weights)
+    if weights is None:
+        weights = torch.ones_like(input, dtype=torch.int64)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return weights.new_zeros((minlength,)).scatter_add(0, input.long(), weights)
 
 
-def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> tuple[Tensor, Tensor | None, int]:
-    return input, weights, minlength
+def exceeds_minlength(counts: Tensor, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> bool:
+    """Whether a call of `bincount` gave more counts than its arguments ask for."""
+    return len(counts) > minlength > 0
 
 
 def affine_grid(theta: Tensor, size: Sequence[int], align_corners: Any = None) -> Tensor:
