@@ -263,6 +263,92 @@ def test_lists_that_grow_by_what_a_batch_has_are_joined_and_counted() -> None:
     train_alike(nn.Linear(WIDTH, 4), of_classes, batches)
 
 
+def of_elements(scores: Tensor, y: Tensor) -> Tensor:
+    """Goes through lists whose elements depend on the batch, numbers them, and takes some out."""
+    losses, means, labels = [], [], []
+    for label in range(4):
+        mask = y == label
+        if not mask.any():
+            continue
+        losses.append(F.cross_entropy(scores[mask], y[mask]))
+        means.append(scores[mask].mean(0))
+        labels.append(label)
+    total = max(losses) + losses[0] * losses[-1] + F.cross_entropy(torch.stack(means), torch.tensor(labels))
+    for place, (mean, label) in enumerate(zip(means, labels, strict=True)):
+        total = total + mean[label].square() * (place + 1)
+    weights = [loss.detach().exp() for loss in losses]
+    return 0.1 * (total + weighted(losses, weights) / len(losses))
+
+
+def weighted(losses: list[Tensor], weights: list[Tensor]) -> Tensor:
+    total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+    return total / torch.stack(weights).sum()
+
+
+def test_elements_of_lists_that_grow_by_what_a_batch_has_are_those_that_are_there() -> None:
+    torch.manual_seed(0)
+    batches = [batch(6, [0, 1, 2, 3, 1, 0]), batch(3, [1, 1, 1]), batch(4, [2, 1, 3, 2]), batch(5, [1, 0, 1, 1, 0])]
+    train_alike(nn.Linear(WIDTH, 4), of_elements, batches)
+
+
+def of_missing_parts(scores: Tensor, y: Tensor) -> Tensor:
+    """Parts that are None where a batch lacks something, in variables, tuples, lists and arguments."""
+
+    def part(label: int) -> Tensor | None:
+        mask = y == label
+        if mask.sum() == 0:
+            return None
+        return scores[mask].square().mean()
+
+    def moments() -> tuple[Tensor | None, Tensor | None]:
+        if not (y == 1).any():
+            return None, None
+        return scores[y == 1].mean(), scores[y == 1].square().mean()
+
+    best = None
+    for label in range(3):
+        value = part(label)
+        if value is not None and (best is None or value < best):
+            best = value
+    mean, square = moments()
+    total = F.cross_entropy(scores, y) if best is None else F.cross_entropy(scores, y) + best
+    if mean is not None:
+        total = total + mean * square  # type: ignore[operator]
+    parts = [value for value in map(part, range(4)) if value is not None]
+    weights = (y == 3).to(scores.dtype) if (y == 3).any() else None
+    return total + sum(parts) / len(parts) + pooled(scores, weights)
+
+
+def pooled(scores: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return scores.mean()
+    return (scores * weights[:, None]).sum() / weights.sum()
+
+
+def test_what_is_none_where_a_batch_lacks_something_may_be_asked_for() -> None:
+    torch.manual_seed(0)
+    batches = [batch(6, [0, 1, 2, 3, 1, 0]), batch(3, [3, 3, 3]), batch(4, [2, 1, 3, 2]), batch(5, [1, 0, 1, 1, 0])]
+    train_alike(nn.Linear(WIDTH, 4), of_missing_parts, batches)
+
+
+def of_other_lists(scores: Tensor, y: Tensor) -> Tensor:
+    """Takes the elements of two lists together that are there under other conditions."""
+    first, second = [], []
+    for label in range(3):
+        mask = y == label
+        if mask.any():
+            first.append(scores[mask].mean())
+        if mask.sum() > 1:
+            second.append(scores[mask].std())
+    return torch.stack([a * b for a, b in zip(first, second, strict=False)]).sum()
+
+
+def test_lists_with_other_elements_are_not_taken_together() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ExportError, match=r"in of_other_lists \(test_conditions_on_values.py:\d+\)"):
+        export_training_step(nn.Linear(WIDTH, 3), of_other_lists, batch(4, [0, 1, 2, 0]))
+
+
 def of_hardest(scores: Tensor, y: Tensor) -> Tensor:
     """Online hard example mining: those above a threshold, but not fewer than the hardest few."""
     losses = F.cross_entropy(scores, y, reduction="none")

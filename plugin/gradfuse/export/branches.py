@@ -55,7 +55,7 @@ from gradfuse.export.emptiness import (
 from gradfuse.export.fixed_numbers import FixedNumbers, is_fixed
 from gradfuse.export.observing import ASKS, Place, are_close, caller, callers, calling_frame, forward, line_of, offset
 from gradfuse.export.reporting import WHO, refusal
-from gradfuse.export.rewriting import CannotSelectError
+from gradfuse.export.rewriting import CannotSelectError, MoreToRewriteError
 from gradfuse.export.selections import Decisions, DrawsForNothing, Found, Line, Selections, Trial, Written
 from gradfuse.export.sizes_in_tensors import SizesInTensors
 from gradfuse.export.sparse_matrices import SparseProducts
@@ -67,7 +67,7 @@ _FINITE = ("isfinite", "isnan", "isinf")
 _RANDOM = (
     "rand rand_like randn randn_like randint bernoulli bernoulli_ uniform_ normal normal_ exponential_ randperm".split()
 )
-_ROUNDS = 8
+_ROUNDS = 16
 """The result of a decision may decide the next one; longer chains are left alone."""
 
 _SEEDS_AT_RANDOM, _SEEDS_OF_EXTREMES = 40, 2**20
@@ -266,16 +266,22 @@ def _selected_by_values(
     asking = dataclasses.replace(asking, others=[guard for guard in asking.others if guard not in assumed])
     answers_of = {(code.co_filename, *place): answer for (code, place), answer in assumed.items()}
     selections, last = Selections(numbers=numbers, assumed=answers_of, gated=True), observed
-    places = [(place[0], line_of(place)[1]) for place in values]
+    places: list[tuple[CodeType, int | None]] = [(place[0], line_of(place)[1]) for place in values]
     places += [(code, line) for code, (line, _) in asking.others if (code, line) not in places]
     written: Sequence[Written] = ()
     try:
         for _ in range(_ROUNDS):
             selections = selections.including(step, places)
             last = _Observed(items=observed.takes_items)
-            written = _run(step, last, selections)
+            more = None
+            try:
+                written = _run(step, last, selections)
+            except MoreToRewriteError as error:
+                more = error.place
             answers = {place: lines[line_of(place)] for place in last.asked if line_of(place) in lines}
             places = [(place[0], line_of(place)[1]) for place in last.asked if place not in answers]
+            if not places and more is not None:
+                places = [more]
             if not places:
                 break
     except (Exception, CannotSelectError):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradfuse import _torch_private as private
-from gradfuse.export.chosen import as_tensor, count_of, holds_some, sum_of
+from gradfuse.export.chosen import as_tensor, better_of, count_of, holds_some, sum_of
 from gradfuse.export.torch_step import TorchStep
 
 
@@ -63,7 +63,9 @@ def _of_several(name: str) -> Callable[..., Any]:
         if len(values) == 1 and not isinstance(values[0], (list, tuple, Tensor)):
             values = (list(values[0]),)
         given = values if len(values) > 1 else () if isinstance(values[0], Tensor) else values[0]
-        in_tensors = len(values) > 1 and any(isinstance(one, Tensor) for one in given)
+        if not settings and holds_some(given):
+            return better_of(name, given)
+        in_tensors = any(isinstance(one, Tensor) for one in given)
         if settings or not (in_tensors or any(map(private.follows_from_values, given))):
             return own(*values, **settings)
         if in_tensors and not all(isinstance(one, _NUMBERS) or _is_number(one) for one in given):

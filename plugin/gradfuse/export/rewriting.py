@@ -53,6 +53,18 @@ class CannotSelectError(BaseException):
     """The sides of a decision give values that cannot be selected from. Modules do not catch it, unlike exceptions."""
 
 
+class MoreToRewriteError(CannotSelectError):
+    """A function must be rewritten, too, as it takes what depends on decisions.
+
+    Attributes:
+        place: the code of the function, which may be a rewritten one, and a line in which it must decide, if any.
+    """
+
+    def __init__(self, name: str, place: tuple[CodeType, int | None]) -> None:
+        super().__init__(name)
+        self.place = place
+
+
 def rewritten(
     code: CodeType,
     asked: frozenset[int],
@@ -75,6 +87,8 @@ def rewritten(
         function = _function(tree, code)
         of_numbers = _Guards(HELPER, numbers)
         function.body = [of_numbers.visit(statement) for statement in function.body]
+        for one in (_Elements(asked, _growing(function.body)), _Nones(_asked_or_set_none(function.body))):
+            function.body = [one.visit(statement) for statement in function.body]
         function.body = [_Truths().visit(one) for one in _Rewriter(asked).of_function(function.body)]
         calls = _Numbers(None, names)
         function.body = [calls.visit(statement) for statement in function.body]
@@ -169,8 +183,13 @@ class _Rewriter:
         self._made = 0
         self._nodes = 0
         self._left = set(asked)
+        self._together: dict[str, set[str]] = {}
 
     def of_function(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        for node in _own_nodes(body):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+                names = set(_stored([node]))
+                self._together |= dict.fromkeys(names, names)
         body = self._of_body(body)
         if self._left:
             raise CannotRewriteError
@@ -254,6 +273,14 @@ class _Rewriter:
         if any(isinstance(node, (ast.Global, ast.Nonlocal, ast.Delete)) for node in _own_nodes(inside)):
             raise CannotRewriteError
         statement = _InPlace().visit(statement)
+        asked = sorted({other for one in _asked_for_none(statement.test) for other in self._together.get(one, {one})})
+        narrowed: list[ast.stmt] = [
+            ast.Assign([_name(one, ast.Store())], _narrowed(one, statement.test)) for one in asked
+        ]
+        for new in narrowed:
+            _locate(new, statement.test)
+        statement.body[:0], statement.orelse[:0] = narrowed, copy.deepcopy(narrowed)
+        inside = [*statement.body, *statement.orelse]
         names = sorted(set(_stored(inside)))
         self._made += 1
         decision, side = f"_gradfuse_decision_{self._made}", f"_gradfuse_side_{self._made}"
@@ -273,10 +300,10 @@ class _Rewriter:
             first = [ast.Try(first, [failed], [], [])]
         sides = ast.If(_name(side), first, statement.orelse)
         loop = ast.For(_name(side, ast.Store()), _name(decision), [sides, left], [])
-        new: list[ast.stmt] = [ast.Assign([_name(decision, ast.Store())], begin), loop]
-        for one in (new[0], loop, sides, left, *restored):
-            _locate(one, statement.test)
-        return new
+        both: list[ast.stmt] = [ast.Assign([_name(decision, ast.Store())], begin), loop]
+        for new in (both[0], loop, sides, left, *restored):
+            _locate(new, statement.test)
+        return both
 
     def _without_continues(self, body: list[ast.stmt]) -> list[ast.stmt]:
         return self._pushed(body, ast.Continue, lambda end: [])
@@ -361,6 +388,128 @@ class _Truths(ast.NodeTransformer):
         return node
 
 
+class _Elements(ast.NodeTransformer):
+    """Lets code go through lists, and take elements out of them, by calls: they may be there under conditions.
+
+    Args:
+        asked: the lines that decide, where loops and lists are rewritten otherwise.
+        lists: the names of variables that hold lists which grow.
+    """
+
+    def __init__(self, asked: frozenset[int], lists: Collection[str]) -> None:
+        self._asked, self._lists = asked, lists
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        self.generic_visit(node)
+        node.iter = self._over(node.iter)
+        return node
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
+        return self._listed(node)
+
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
+        return self._listed(node)
+
+    def _listed(self, node: ast.ListComp | ast.GeneratorExp) -> ast.AST:
+        self.generic_visit(node)
+        node.generators[0].iter = self._over(node.generators[0].iter)
+        return node
+
+    def _over(self, iterable: ast.expr) -> ast.expr:
+        if not self._asked.isdisjoint(_lines(iterable)):
+            return iterable
+        if isinstance(iterable, ast.Call) and getattr(iterable.func, "id", None) in ("enumerate", "zip", "reversed"):
+            iterable.args = [one if isinstance(one, ast.Starred) else self._over(one) for one in iterable.args]
+            return iterable
+        return _located(_call_of(HELPER, "over", iterable, ast.Constant(iterable.lineno)), iterable)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.ctx, ast.Load) or getattr(node.value, "id", None) not in self._lists:
+            return node
+        return _located(_call_of(HELPER, "element", node.value, node.slice), node)
+
+
+def _growing(body: list[ast.stmt]) -> set[str]:
+    """Return the names of variables that hold lists which a function appends to, or makes of others."""
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    grown = [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("append", "extend")]
+    made = [node.targets[0] for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.ListComp)]
+    return {one.id for one in (*grown, *made) if isinstance(one, ast.Name)}
+
+
+class _Nones(ast.NodeTransformer):
+    """Lets code ask by a call whether something is None, and return it by one: it may be so under a condition.
+
+    Args:
+        names: variables that may be None; operators take what they are otherwise, as Python has none of None.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def _operand(self, node: ast.expr) -> ast.expr:
+        if not isinstance(node, ast.Name) or node.id not in self._names:
+            return node
+        return _located(_call_of(HELPER, "operand", node), node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        node.left, node.right = self._operand(node.left), self._operand(node.right)
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        if len(node.ops) > 1 or not _is_none(node.comparators[0]) or not isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            return node
+        asked = _located(_call_of(HELPER, "is_none", node.left), node)
+        return _located(ast.UnaryOp(ast.Not(), asked), node) if isinstance(node.ops[0], ast.IsNot) else asked
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        return node
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        self.generic_visit(node)
+        if node.value is not None:
+            node.value = _located(_call_of(HELPER, "returned", node.value), node.value)
+        return node
+
+
+def _asked_or_set_none(body: list[ast.stmt]) -> set[str]:
+    """Return the names of variables that a function sets to None, or compares with it."""
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    set_to = [node.targets[0] for node in nodes if isinstance(node, ast.Assign) and _is_none(node.value)]
+    asked = [node.left for node in nodes if isinstance(node, ast.Compare) and _is_none(node.comparators[0])]
+    return {one.id for one in (*set_to, *asked) if isinstance(one, ast.Name)}
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _asked_for_none(*tests: ast.expr) -> set[str]:
+    """Return the names of the variables that conditions ask for None."""
+    calls = [node for test in tests for node in ast.walk(test) if isinstance(node, ast.Call)]
+    asked = [one.args[0] for one in calls if getattr(one.func, "attr", None) == "is_none"]
+    return {one.id for one in asked if isinstance(one, ast.Name)}
+
+
+class _Narrowed(ast.NodeTransformer):
+    """Lets an expression take variables as what they are in a side: None, or not."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id not in self._names or not isinstance(node.ctx, ast.Load):
+            return node
+        return _narrowed(node.id, node)
+
+
+def _narrowed(name: str, place: ast.AST) -> ast.expr:
+    return _located(_call_of(HELPER, "narrowed", _name(name)), place)
+
+
 class _Expressions(ast.NodeTransformer):
     """Turns tests of truth values within an expression into calls."""
 
@@ -383,7 +532,8 @@ class _Expressions(ast.NodeTransformer):
         result = of_last(last)
         name = "both" if isinstance(node.op, ast.And) else "any"
         for value in reversed(before):
-            result = _located(_call_of(HELPER, name, self.condition(value), _later(result)), node)
+            names = _asked_for_none(value)
+            result = _located(_call_of(HELPER, name, self.condition(value), _later(result, names)), node)
         return result
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
@@ -398,7 +548,8 @@ class _Expressions(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        sides = (_later(self.visit(side)) for side in (node.body, node.orelse))
+        names = _asked_for_none(node.test)
+        sides = [_later(self.visit(side), names) for side in (node.body, node.orelse)]
         return _located(_call_of(HELPER, "either", self.condition(node.test), *sides), node)
 
     def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
@@ -408,13 +559,21 @@ class _Expressions(ast.NodeTransformer):
         return self._listed(node, ast.ListComp(node.elt, node.generators))
 
     def _listed(self, node: ast.ListComp | ast.GeneratorExp, listed: ast.ListComp) -> ast.AST:
-        """Return a list whose elements are there under conditions, if it has one condition for each."""
+        """Return a list whose elements are there under conditions: one for each, or those of what it is made of."""
         *outer, last = node.generators
-        if not last.ifs or any(one.ifs for one in outer):
+        if any(one.ifs for one in outer) or not (last.ifs or not outer):
             return self.generic_visit(node)
-        test = last.ifs[0] if len(last.ifs) == 1 else _located(ast.BoolOp(ast.And(), last.ifs), node)
-        last.ifs = []
-        listed.elt = _located(_call_of(HELPER, "kept", self.condition(test), _later(self.visit(node.elt))), node)
+        names: set[str] = set()
+        if last.ifs:
+            test = last.ifs[0] if len(last.ifs) == 1 else _located(ast.BoolOp(ast.And(), last.ifs), node)
+            names = _asked_for_none(test)
+            last.ifs, chosen = [], self.condition(test)
+        else:
+            name = "_gradfuse_chosen"
+            last.target = _located(ast.Tuple([_name(name, ast.Store()), last.target], ast.Store()), node)
+            last.iter = _located(_call_of(HELPER, "candidates", last.iter), node)
+            chosen = _located(_name(name), node)
+        listed.elt = _located(_call_of(HELPER, "kept", chosen, _later(self.visit(node.elt), names)), node)
         for one in node.generators:
             one.iter = self.visit(one.iter)
         return _located(_call_of(HELPER, "listed", _located(listed, node)), node)
@@ -548,11 +707,11 @@ def _product(node: ast.expr) -> ast.expr:
     return _located(_call_of(NUMBERS, "times", node.left, node.right), node)
 
 
-def _later(value: ast.expr) -> ast.Lambda:
+def _later(value: ast.expr, narrowed: Collection[str] = ()) -> ast.Lambda:
     if any(isinstance(node, ast.NamedExpr) for node in ast.walk(value)):
         raise CannotRewriteError
     nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-    return ast.Lambda(nothing, value)
+    return ast.Lambda(nothing, _Narrowed(narrowed).visit(value))
 
 
 def _name(name: str, context: ast.expr_context | None = None) -> ast.Name:

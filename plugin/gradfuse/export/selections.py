@@ -18,8 +18,8 @@ import contextlib
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import CodeType
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -27,10 +27,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradfuse import _torch_private as private
-from gradfuse.export import dropout, of_nothing, rewriting, size_numbers
-from gradfuse.export.chosen import Choice, Either, Some, as_tensor, holds_some, is_filled
+from gradfuse.export import dropout, explaining, of_nothing, rewriting, size_numbers
+from gradfuse.export.chosen import (
+    UNFOLDED,
+    Choice,
+    Either,
+    Maybe,
+    Some,
+    as_tensor,
+    element_of,
+    holds_some,
+    is_filled,
+    unfolded,
+)
 from gradfuse.export.functions import functions_of, is_within, outermost
-from gradfuse.export.rewriting import CannotSelectError
+from gradfuse.export.rewriting import CannotSelectError, MoreToRewriteError
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.training.step import DROPOUT_SEED
 
@@ -49,6 +60,9 @@ _DROPOUTS = frozenset(("dropout", "dropout_"))
 
 Line = tuple[str, int]
 """A file, and a line of it."""
+
+_Exists = tuple[int, bool]
+"""The id of the condition under which something is not None, and whether it holds."""
 
 Spot = tuple[str, int, int]
 """File, line and column of a condition on numbers."""
@@ -102,8 +116,10 @@ class Selections:
     written: tuple[Written, ...] | None = None
     gated: bool = False
 
-    def including(self, step: TorchStep, places: Sequence[tuple[CodeType, int]]) -> Selections:
+    def including(self, step: TorchStep, places: Sequence[tuple[CodeType, int | None]]) -> Selections:
         """Return the same with decisions of a step in these lines of functions, which may be rewritten ones.
+
+        None stands for no line: the function takes values that depend on decisions of others.
 
         Raises:
             rewriting.CannotRewriteError: one of them cannot be rewritten, or is rewritten already.
@@ -112,9 +128,10 @@ class Selections:
         asked_for = outermost([(self._original(code), line) for code, line in places], step)
         functions = functions_of([old for old, _ in asked_for], step)
         for old, line in asked_for:
-            if line in self.lines.get(old, ()) or not functions[id(old)]:
+            known = self.lines.get(old)
+            if not functions[id(old)] or (known is not None and (line is None or line in known)):
                 raise rewriting.CannotRewriteError
-            lines[old] = lines.get(old, frozenset()) | {line}
+            lines[old] = lines.get(old, frozenset()) | (set() if line is None else {line})
         codes = {
             old: self.codes[old]
             if self.lines.get(old) == asked
@@ -257,6 +274,10 @@ class Decisions:
         self.gated = gated
         self.gates = gated and written is not None
         self._sides: list[contextlib.ExitStack] = []
+        # What is known in them of what may be None, and what follows of it from conditions.
+        self._known: list[frozenset[_Exists]] = []
+        self._follows: dict[int, tuple[Tensor, frozenset[_Exists], frozenset[_Exists]]] = {}
+        self._conditions: list[Tensor] = []
         self.left_out = 0
         self._trial = trial
         # The rounds that are open, each as the number of its loop in the round around it, and its own; and how many
@@ -296,15 +317,17 @@ class Decisions:
     def begin(self, test: Any, names: Sequence[str], before: Mapping[str, Any]) -> _Decision:
         return _Decision(self, test, names, before)
 
-    def open_side(self, taken: Tensor, written: Iterable[Tensor]) -> None:
+    def open_side(self, taken: Tensor, written: Iterable[Tensor], known: frozenset[_Exists]) -> None:
         """Let gradients of what is used from here on, but is not written into, end where a condition does not hold."""
         if self.gated:
+            self._known.append(known)
             self._sides.append(contextlib.ExitStack())
             self._sides[-1].enter_context(_Side(taken, written, gates=self.gates))
 
     def close_side(self) -> None:
         if self.gated:
             self._sides.pop().close()
+            self._known.pop()
 
     def close_sides(self) -> None:
         """Close those that an error has left open."""
@@ -315,7 +338,7 @@ class Decisions:
         """Yield what a loop is over, and ahead of each whether it is."""
         vector = self.found.vector(found)
         if vector is None:
-            yield from ((True, one) for one in found)
+            yield from unfolded(found) if type(found) in UNFOLDED else ((True, one) for one in found)
             return
         chosen = vector.detach() != 0
         around = self._round
@@ -334,6 +357,28 @@ class Decisions:
             elif chosen[index]:
                 yield True, row
         self._round = around
+
+    def over(self, values: Any, line: int) -> Any:
+        """Return what a loop or a list that decides nothing so far goes through.
+
+        Raises:
+            MoreToRewriteError: that has elements under conditions.
+        """
+        if isinstance(values, (ItemsView, ValuesView)):
+            elements = [one[1] if isinstance(values, ItemsView) else one for one in values]
+        else:
+            elements = values
+        if isinstance(values, dict) and holds_some(values):
+            raise CannotSelectError("the keys of a dictionary")
+        if holds_some(elements):
+            frame = inspect.currentframe()
+            assert frame is not None and frame.f_back is not None
+            raise MoreToRewriteError("a list", (frame.f_back.f_code, line))
+        return values
+
+    def element(self, values: Any, index: Any) -> Any:
+        """Return an element of a list, which may have some under conditions, or of something else."""
+        return element_of(values, index) if isinstance(values, list) and holds_some(values) else values[index]
 
     def augmented(self, name: str, value: Any, other: Any) -> Any:
         """Return what `value += other` gives, for any operator; only tensors are changed in place."""
@@ -362,14 +407,73 @@ class Decisions:
             return value.reshape([]) == 0
         return value
 
+    def is_none(self, value: Any) -> Any:
+        """Return whether something is None, as a tensor if that depends on decisions."""
+        if not isinstance(value, Maybe):
+            return value is None
+        test = ~value.condition
+        self._note(test, {(id(value.condition), False)}, {(id(value.condition), True)})
+        # With the condition itself, so that no other gets its id.
+        self._conditions.append(value.condition)
+        return test
+
+    def _note(self, test: Any, if_true: Collection[_Exists], if_false: Collection[_Exists]) -> None:
+        """Note what follows from a condition, and from its opposite, of what may be None."""
+        if isinstance(test, Tensor):
+            self._follows[id(test)] = test, frozenset(if_true), frozenset(if_false)
+
+    def follows(self, test: Any, side: bool) -> frozenset[_Exists]:
+        """Return what is known of what may be None in a side of a condition."""
+        _, if_true, if_false = self._follows.get(id(test), (None, frozenset(), frozenset()))
+        return if_true if side else if_false
+
+    def narrowed(self, value: Any) -> Any:
+        """Return what is a value or None as what it is in the sides that are open, if that is known."""
+        if not isinstance(value, Maybe):
+            return value
+        known = frozenset().union(*self._known)
+        if (id(value.condition), True) in known:
+            return value.value
+        return None if (id(value.condition), False) in known else value
+
+    def operand(self, value: Any) -> Any:
+        """Return what an operator takes: NaN for None, of which Python raises an error."""
+        return value.or_nothing() if isinstance(value, Maybe) else value
+
+    def returned(self, value: Any) -> Any:
+        """Return what a function returns: to the step, NaN for None, of which PyTorch has no gradient."""
+        if not isinstance(value, Maybe):
+            return value
+        frame = _caller_of_function()
+        return value if frame is not None and explaining.is_users(frame.f_code.co_filename) else value.or_nothing()
+
     def negated(self, value: Any) -> Any:
-        return value.logical_not() if isinstance(value, Tensor) else not value
+        if not isinstance(value, Tensor):
+            return not value
+        result = value.logical_not()
+        self._note(result, self.follows(value, False), self.follows(value, True))
+        return result
 
     def both(self, value: Any, other: Callable[[], Any]) -> Any:
-        return self.either(value, other, lambda: False) if isinstance(value, Tensor) else value and other()
+        return self._joined(value, other, True) if isinstance(value, Tensor) else value and other()
 
     def any(self, value: Any, other: Callable[[], Any]) -> Any:
-        return self.either(value, lambda: True, other) if isinstance(value, Tensor) else value or other()
+        return self._joined(value, other, False) if isinstance(value, Tensor) else value or other()
+
+    def _joined(self, value: Tensor, other: Callable[[], Any], goes_on: bool) -> Any:
+        """Return `value and other()` if that goes on to the other one where the value holds; or `value or other()`."""
+        second: Any = None
+
+        def evaluated() -> Any:
+            nonlocal second
+            second = other()
+            return second
+
+        sides = (evaluated, lambda: False) if goes_on else (lambda: True, evaluated)
+        result = self.either(value, *sides)
+        known = self.follows(value, goes_on) | self.follows(second, goes_on)
+        self._note(result, known if goes_on else (), () if goes_on else known)
+        return result
 
     def kept(self, test: Any, element: Callable[[], Any]) -> Any:
         """Return an element of a list that is there if a condition holds."""
@@ -474,7 +578,8 @@ class _Decision:
             return
         if self._test.numel() != 1:
             raise CannotSelectError("a condition")
-        self.condition = self._test.detach().reshape([]).bool()
+        is_condition = self._test.dtype == torch.bool and not self._test.dim()
+        self.condition = self._test if is_condition else self._test.detach().reshape([]).bool()
         self._choice = Choice(self.condition, by_values=self._all.gated)
         self._containers = [(one, _contents(one)) for one in _containers(self._before.values())]
         self._after: list[list[Any]] = []
@@ -499,7 +604,7 @@ class _Decision:
                     if tensor.is_floating_point() and tensor.requires_grad:
                         before = self._contents[name]
                         tensor.copy_(torch.where(self._taken, before, before.detach()))
-            self._all.open_side(self._taken, self._variables.values())
+            self._all.open_side(self._taken, self._variables.values(), self._all.follows(self._test, side))
             yield side
 
     def failed(self) -> None:
@@ -605,6 +710,17 @@ def _calling_line() -> Line:
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _caller_of_function() -> FrameType | None:
+    """Return the frame that called the function which called this module: a user's, or gradfuse's own."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    frame = None if frame is None else frame.f_back
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    return frame
 
 
 def _containers(values: Iterable[Any], depth: int = 2) -> list[Any]:

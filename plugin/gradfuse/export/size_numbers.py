@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gradfuse import _torch_private as private
 from gradfuse.export import explaining, rewriting
+from gradfuse.export.chosen import Some, holds_some, tensor_of
 from gradfuse.export.functions import around, functions_of, is_within
 from gradfuse.export.rewriting import CannotSelectError
 from gradfuse.export.torch_step import TorchStep
@@ -160,7 +161,7 @@ def _listed(value: Any) -> Any:
 def _depends(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_depends, value))
-    return isinstance(value, (_Repeated, Range)) or private.is_symbolic(value)
+    return isinstance(value, (_Repeated, Range, Some)) or private.is_symbolic(value)
 
 
 def _int(value: Any) -> Any:
@@ -223,6 +224,8 @@ def _tensor(values: Any, **settings: Any) -> Tensor:
     """Make a tensor of a list."""
     if isinstance(values, Range):
         return values.places().to(**settings)
+    if holds_some(values):
+        return tensor_of(values, **settings)
     if not isinstance(values, _Repeated):
         return torch.tensor(values, **settings)
     one = torch.tensor(values.element, **settings)
