@@ -84,6 +84,29 @@ def test_frozen_parameters_that_the_step_changes_are_buffers(follow: Callable[[T
     _trains_as_pytorch(Following(follow))
 
 
+class FollowingSometimes(nn.Module):
+    """A target network that takes the other one's weights in each second step, not in the first one."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(5, 4), nn.Linear(5, 4).requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.student(x) - self.teacher(x)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for teacher, student in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                teacher.data.copy_(student.data)
+        return y
+
+
+def test_frozen_parameters_that_only_some_steps_change_are_buffers() -> None:
+    _trains_as_pytorch(FollowingSometimes())
+
+
 def test_a_frozen_parameter_that_gets_the_memory_of_a_trained_one_is_refused() -> None:
     def share(teacher: Tensor, student: Tensor) -> None:
         teacher.data = student.data

@@ -303,7 +303,13 @@ def _exported(
             if native.dropouts and taken.guarded and not taken.selections.codes:
                 # What code leaves out draws no numbers, and those that follow would be others.
                 step = dataclasses.replace(step, within=functools.partial(taken.told, step))
-            more = branches.run_both_sides(step, taken)
+            try:
+                more = branches.run_both_sides(step, taken)
+            except FrozenChangedError as error:
+                # Written into by a side that this batch does not take.
+                step = step.with_changing(error.names)
+                taken = branches.branches_of(step)
+                more = branches.run_both_sides(step, taken)
             own = verifying.own_outputs(more) if step.within is not None else own
             native = more.without_values()
         # Of what only some batches have a gradient of too.
