@@ -251,8 +251,9 @@ def of_classes(scores: Tensor, y: Tensor) -> Tensor:
     kept = [scores[y == label].mean(0) for label in range(1, 4) if (y == label).any()]
     if (y == 3).any():
         parts["third"] = scores[y == 3].abs().mean()
+    third = parts.get("third")
     if not kept:
-        return torch.stack(losses).max()
+        return torch.stack(losses).max() if third is None else third
     first = sum(losses) / len(losses) + torch.stack(kept).square().mean() / found
     return first + sum(parts.values()) + sum(of_class(label) for label in range(4))
 
@@ -314,6 +315,8 @@ def of_missing_parts(scores: Tensor, y: Tensor) -> Tensor:
     total = F.cross_entropy(scores, y) if best is None else F.cross_entropy(scores, y) + best
     if mean is not None:
         total = total + mean * square  # type: ignore[operator]
+    if part(2) is not None:
+        total = total * 2
     parts = [value for value in map(part, range(4)) if value is not None]
     weights = (y == 3).to(scores.dtype) if (y == 3).any() else None
     return total + sum(parts) / len(parts) + pooled(scores, weights)

@@ -200,7 +200,8 @@ class _Rewriter:
             raise CannotRewriteError
         if self._ends(body, ast.Return):
             name = "returned_by_gradfuse"
-            body = [*self._without_returns(body, name), ast.Return(_name(name))]
+            returned = _call_of(HELPER, "returned", _name(name))
+            body = [*self._without_returns(body, name), ast.Return(returned)]
         return self._block(body)
 
     def _is_asked(self, statement: ast.stmt) -> bool:
@@ -428,6 +429,15 @@ class _Elements(ast.NodeTransformer):
         if not isinstance(node.ctx, ast.Load) or getattr(node.value, "id", None) not in self._lists:
             return node
         return _located(_call_of(HELPER, "element", node.value, node.slice), node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        default = node.args[1:]
+        if getattr(node.func, "attr", None) != "get" or len(node.args) not in (1, 2) or node.keywords:
+            return node
+        if default and not isinstance(default[0], (ast.Constant, ast.Name)):
+            return node
+        return _located(_call_of(HELPER, "got", node, *copy.deepcopy(default or [ast.Constant(None)])), node)
 
 
 def _growing(body: list[ast.stmt]) -> set[str]:

@@ -157,7 +157,9 @@ class Selections:
         changed = [(function, code) for code in self.codes for function in functions[id(code)]]
         namespaces = [function.__globals__ for function, _ in changed]
         found = Found()
-        decisions = Decisions(step, self.written, found, trial, self.assumed, gated=self.gated, turned=turned)
+        decisions = Decisions(
+            step, self.written, found, trial, self.assumed, self.codes.values(), gated=self.gated, turned=turned
+        )
         try:
             for namespace in namespaces:
                 namespace[rewriting.HELPER] = decisions
@@ -264,6 +266,7 @@ class Decisions:
         found: Found,
         trial: Trial | None = None,
         assumed: Mapping[Spot, bool] | None = None,
+        codes: Iterable[CodeType] = (),
         *,
         gated: bool = False,
         turned: Collection[Line | Spot] = (),
@@ -271,6 +274,7 @@ class Decisions:
         self.step = step
         self.turned = frozenset(turned)
         self._assumed = assumed or {}
+        self._codes = list(codes)
         self.gated = gated
         self.gates = gated and written is not None
         self._sides: list[contextlib.ExitStack] = []
@@ -445,7 +449,20 @@ class Decisions:
         if not isinstance(value, Maybe):
             return value
         frame = _caller_of_function()
-        return value if frame is not None and explaining.is_users(frame.f_code.co_filename) else value.or_nothing()
+        if frame is None or not explaining.is_users(frame.f_code.co_filename):
+            return value.or_nothing()
+        if not any(is_within(frame.f_code, code) for code in self._codes):
+            # It may ask whether it is None, and not use it.
+            raise MoreToRewriteError("None", (frame.f_code, None))
+        return value
+
+    def got(self, value: Any, default: Any) -> Any:
+        """Return what a dictionary has for a key; the default if it has none."""
+        return (
+            Choice(value.condition, by_values=True).of("get", value.value, default)
+            if isinstance(value, Some)
+            else value
+        )
 
     def negated(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
