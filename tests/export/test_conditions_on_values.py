@@ -277,6 +277,10 @@ def of_elements(scores: Tensor, y: Tensor) -> Tensor:
     total = max(losses) + losses[0] * losses[-1] + F.cross_entropy(torch.stack(means), torch.tensor(labels))
     for place, (mean, label) in enumerate(zip(means, labels, strict=True)):
         total = total + mean[label].square() * (place + 1)
+    last = [scores.square().mean()]
+    if (y == 2).any():
+        last.append(scores[y == 2].mean())
+    total = total + last[-1] + last[0]
     weights = [loss.detach().exp() for loss in losses]
     return 0.1 * (total + weighted(losses, weights) / len(losses))
 

@@ -8,6 +8,7 @@ imports torch.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import ItemsView, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -272,12 +273,11 @@ def element_of(values: Sequence[Any], index: Any) -> Any:
 
     If there is none, where Python raises an error, it is NaN.
     """
-    if index not in (0, -1) or isinstance(index, Tensor):
+    if isinstance(index, Tensor) or index not in (0, -1):
         raise CannotSelectError("an element")
     ordered = list(values) if index == 0 else list(reversed(values))
-    certain = next((one for one in ordered if not isinstance(one, Some)), None)
-    chosen = _nothing_like(ordered[-1].value) if certain is None else certain
-    under = ordered if certain is None else ordered[: ordered.index(certain)]
+    under = list(itertools.takewhile(lambda one: isinstance(one, Some), ordered))
+    chosen = _nothing_like(ordered[-1].value) if len(under) == len(ordered) else ordered[len(under)]
     for one in reversed(under):
         chosen = Choice(one.condition, by_values=True).of("an element", one.value, chosen)
     return chosen
