@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from real_size_models import MODELS
 
@@ -137,7 +137,7 @@ def _one(name: str, way: str, folder: str) -> Row:
                 parts.append((name, time.perf_counter()))
 
         optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
-        verify = "quick" if way == "quick" else "full"
+        verify: Literal["full", "quick"] = "quick" if way == "quick" else "full"
         step = gradfuse.export_training_step(module, loss, (inputs, targets), optimizer, verify=verify, progress=note)
         row: Row = {"seconds": time.perf_counter() - begin, "parameters": count}
         row["parts"] = {part: round(until - since, 1) for (part, since), (_, until) in itertools.pairwise(parts)}
@@ -274,7 +274,7 @@ _PARTS = {
 def part_table(document: Row) -> str:
     """The seconds of the parts of exports, as tables in Markdown likewise."""
     header = [
-        f"| model | {' | '.join(_PARTS)} | all | with `verify=\"quick\"` | first step in torch.compile |",
+        f'| model | {" | ".join(_PARTS)} | all | with `verify="quick"` | first step in torch.compile |',
         f"|---|{'---:|' * (len(_PARTS) + 3)}",
     ]
     return _tables(document["rows"], header, _cells_of_parts)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from reader_samples import INT32, Array, Sample, below, compare, ints, positive, s, scalar, x
+from evaluation import Array
+from reader_samples import INT32, Sample, below, compare, ints, positive, s, scalar, x
 
 
 def halves(*sizes: int) -> Array:
