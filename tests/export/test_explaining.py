@@ -112,7 +112,7 @@ def fails_in_a_library(h: Tensor) -> Tensor:
     return h * float(np.linalg.inv(np.zeros((2, 2))).sum())
 
 
-BEGINS = ["the values of a tensor decide where something begins", "expected shapes to"]
+BEGINS = ["the values of a tensor decide where something begins", "expected shapes to decide that"]
 if TorchVersion(torch.__version__) < "2.10":
     BEGINS = ["decides by numbers that it takes out of tensors", "expected sizes and branches that follow from shapes"]
 

@@ -806,7 +806,7 @@ class BeginsAnywhere(Own):
         (has_schedule, "its step changes counted; expected changes of state alone"),
         (SkipsSeldom, "its step draws random numbers by Python or numpy; expected none"),
         (SkipsLate, "its step draws random numbers by Python or numpy; expected none"),
-        (BeginsAnywhere, "its step draws random numbers by aten.normal_.default; expected none, or, where only the"),
+        (BeginsAnywhere, "its step draws random numbers by aten.normal_.default; expected none, or, if only the"),
     ],
 )
 def test_what_a_step_keeps_elsewhere_or_draws_is_refused(make: Callable[..., optim.Optimizer], message: str) -> None:

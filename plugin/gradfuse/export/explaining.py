@@ -87,7 +87,8 @@ def reason(error: BaseException) -> str:
     """Return torch's message, in one line, and the place in the user's code that it is about."""
     text = str(error)
     if text.startswith(_UNBACKED):
-        return f"the values of a tensor decide where something begins or ends{_in(place(error))}; expected shapes to"
+        where = _in(place(error))
+        return f"the values of a tensor decide where something begins or ends{where}; expected shapes to decide that"
     if text == _UNHASHABLE:
         return (
             f"a size that may vary is the key of a dictionary or of functools.lru_cache{_in(place(error))}; expected "

@@ -434,7 +434,7 @@ class _Kind:
                 probe(held)
             raise _refused(
                 optimizer,
-                f"its step draws random numbers by {draws.operator}; expected none, or, where only the first one does, "
+                f"its step draws random numbers by {draws.operator}; expected none, or, if only the first step draws, "
                 "an optimizer that has taken it",
             )
         if first.sharing is not None and not _same(probe(held, apart=True).after, first.after):

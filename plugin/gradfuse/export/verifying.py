@@ -698,8 +698,8 @@ def _compare_later_updates(
                 if error > bound and rule.finds_vectors:
                     raise refusal(
                         f"optimizer is {type(optimizer).__name__}: {key!r} depends on which singular vectors or "
-                        "eigenvectors its step finds, and others are as right; expected a step that does not, as one "
-                        "may not that has taken the first ones"
+                        "eigenvectors its step finds, and others are as right; expected a step that does not, such as "
+                        "one of an optimizer that has taken its first steps"
                     )
                 _require(error <= bound, key, f"updating (update {number + 1} of random gradients)", error, bound)
 
