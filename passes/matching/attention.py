@@ -24,7 +24,7 @@ from gradfuse.passes.reading.nodes import FLOATS, Unreadable, attribute, constan
 
 Dims = tuple[int | str | None, ...]
 
-FEWEST_SCORES = 256 * 256
+FEWEST_SCORES = 128 * 128
 """The scores of a head from which on the operator is faster than products and a softmax, and saves memory."""
 
 NOTHING_BESIDE = -1e8
