@@ -371,6 +371,50 @@ def test_sides_may_select_other_numbers_of_elements() -> None:
     train_alike(nn.Linear(WIDTH, 4), of_hardest, batches)
 
 
+class Streaks(nn.Module):
+    """Counts batches since one with a positive mean, from 0 on, where setting that to 0 changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 4)
+        self.register_buffer("streak", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[:, 0].mean() > 0:
+            self.streak.zero_()
+            self.total.data.zero_()
+        self.streak += 1
+        self.total += self.streak
+        y: Tensor = self.layer(x)
+        return y * self.streak * self.total
+
+
+def test_a_side_may_set_a_buffer_to_what_it_is() -> None:
+    torch.manual_seed(0)
+    batches = [batch(rows, [0, 1, 2, 3, 1, 0, 2, 3][:rows]) for rows in (6, 3, 4, 5, 7, 8)]
+    signs = [bool(x[:, 0].mean() > 0) for (x,), _ in batches]
+    assert len({*signs[1:]}) == 2
+    for first in (signs.index(True), signs.index(False)):
+        train_alike(Streaks(), F.cross_entropy, [batches[first], *batches])
+
+
+def of_two_names(scores: Tensor, y: Tensor) -> Tensor:
+    """Writes into a tensor that is another one if both conditions hold: not here, nor with one turned round."""
+    first, second = scores * 1, scores * 2
+    if scores.mean() > 5:
+        second = first
+    if scores.std() > 5:
+        second += 1
+    return (first.square() + second).mean()
+
+
+def test_what_two_conditions_change_together_is_refused_if_it_cannot_be_selected() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ExportError, match=r"in of_two_names \(test_conditions_on_values.py:\d+\)"):
+        export_training_step(nn.Linear(WIDTH, 4), of_two_names, batch(6, [0, 1, 2, 3, 1, 0]), dynamic_shapes=DYNAMIC)
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

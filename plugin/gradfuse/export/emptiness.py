@@ -11,10 +11,11 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from gradfuse.export.observing import (
     with_gradients,
 )
 from gradfuse.export.rewriting import CannotSelectError
-from gradfuse.export.selections import Line, Selections, Spot
+from gradfuse.export.selections import Line, Selections, Spot, Ways, going
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.export.traced_functions import is_mask
 from gradfuse.training.step import DROPOUT_SEED
@@ -115,16 +116,16 @@ class Guards:
 
     @contextlib.contextmanager
     def installed(
-        self, step: TorchStep, turned: Collection[Line | Spot] = ()
+        self, step: TorchStep, ways: Ways = MappingProxyType({})
     ) -> Iterator[Mapping[Guard, Sequence[_Condition]]]:
-        """Let the functions ask; yield how their conditions on numbers go, those in some lines the other way round."""
+        """Let the functions ask; yield how their conditions on numbers go, some of them other ways."""
         found: dict[Guard, list[_Condition]] = defaultdict(list)
         functions = functions_of(self.codes, step)
         originals = {id(code): code for code in self.codes}
         changed = [(function, originals[key]) for key, several in functions.items() for function in several]
         try:
             for function, code in changed:
-                function.__globals__.setdefault(rewriting.GUARDS, _Asked(self, found, turned))
+                function.__globals__.setdefault(rewriting.GUARDS, _Asked(self, found, ways))
                 function.__code__ = self.codes[code]
             with size_numbers.called_in([function.__globals__ for function, _ in changed]):
                 yield found
@@ -137,8 +138,8 @@ class Guards:
 class _Asked:
     """What rewritten functions call."""
 
-    def __init__(self, guards: Guards, found: dict[Guard, list[_Condition]], turned: Collection[Line | Spot]) -> None:
-        self._answers, self._turned = guards.answers, frozenset(turned)
+    def __init__(self, guards: Guards, found: dict[Guard, list[_Condition]], ways: Ways) -> None:
+        self._answers, self._ways = guards.answers, ways
         self._found = found
         self._functions = {new: old for old, new in guards.codes.items()}
 
@@ -157,8 +158,7 @@ class _Asked:
         answer = value if name == "truth" else _COMPARISONS[name](value, number)
         if type(value) not in _NUMBERS or type(number) not in _NUMBERS:
             return answer
-        where = guard[0].co_filename, line
-        answer = bool(answer) != (where in self._turned or (*where, column) in self._turned)
+        answer = going(bool(answer), self._ways, (guard[0].co_filename, line, column))
         of_none, of_one, of_many = (_answer(name, count, number) for count in (0, 1, _LARGE))
         counts = type(value) is type(number) is int and value >= 0 and of_none != of_one == of_many
         self._found[guard].append(_Condition((value, number), answer, of_one if counts else None))
@@ -407,7 +407,9 @@ def failing_otherwise(step: TorchStep, asking: Guards) -> dict[Guard, bool]:
     """Return how checks go: conditions whether there is anything, after which a step fails if there is nothing."""
     guards = Guards(asking.codes)
     wanted = [
-        guard for guard in asking.others if _fails(step, guards, _Change(), [(guard[0].co_filename, guard[1][0])])[1]
+        guard
+        for guard in asking.others
+        if _fails(step, guards, _Change(), {(guard[0].co_filename, *guard[1]): None})[1]
     ]
     run = _tried(step, guards, _Change(), _forward_alone) if wanted else None
     if run is None:
@@ -427,10 +429,10 @@ def failing_otherwise(step: TorchStep, asking: Guards) -> dict[Guard, bool]:
 
 
 def _fails(
-    step: TorchStep, guards: Guards, change: _Change, turned: Collection[Line | Spot] = ()
+    step: TorchStep, guards: Guards, change: _Change, ways: Ways = MappingProxyType({})
 ) -> tuple[Mapping[Guard, Sequence[_Condition]], bool]:
     """Return how conditions go in a run, and whether it fails."""
-    with guards.installed(step, turned) as found, _Masks(change, turned=turned):
+    with guards.installed(step, ways) as found, _Masks(change, ways=ways):
         try:
             _outcome(step)
         except Exception:
@@ -463,50 +465,83 @@ def are_selected_alike(step: TorchStep, selections: Selections, places: Collecti
     changes += [one for one in _choices(masks, groups=observed.groups) if one not in changes]
     # Functions that ask for numbers have other code.
     lines = {line_of(place) for place in places}
-    asked = {(code.co_filename, line) for code, (line, _) in asking.others}
     conditions: dict[Line | Guard, Line | Spot] = {line: line for line in lines}
     conditions |= {(code, place): (code.co_filename, *place) for code, place in asking.others}
     wanted = {(one, answer) for one in conditions for answer in (False, True)}
     seen: set[tuple[Line | Guard, bool]] = set()
-    trials: Iterable[tuple[_Change, Sequence[Line | Spot]]] = itertools.chain(
-        ((change, ()) for change in changes),
-        ((_Change(), (line,)) for line in dict.fromkeys([*lines, *asked])),
-        # As those above may miss what several conditions, one after the other, are about.
-        ((_Change([mask], full=full), ()) for mask in observed.masks[:_MOST_ALONE] for full in (False, True)),
-        ((_Change(tuple(observed.masks), first=True), ()) for _ in observed.masks[:1]),
-        # As those of an `elif`, which is asked if the one before goes the other way round.
-        (
-            (_Change(), turned)
-            for count in (1, 2)
-            for turned in itertools.combinations(conditions.values(), count)
-            if not {conditions[one] for one, _ in wanted - seen}.isdisjoint(turned)
-        ),
-    )
-    for number, (change, turned) in enumerate(trials):
-        if number >= len(changes) + len(lines | asked) and wanted <= seen:
-            break
-        natural = _Masks(change, turned=turned)
+
+    def is_alike(change: _Change, ways: Ways) -> bool:
+        """Compare one run, and note how conditions have gone in it."""
+        natural = _Masks(change, ways=ways)
         try:
-            with Guards(asking.codes).installed(step, turned) as found, natural:
+            with Guards(asking.codes).installed(step, ways) as found, natural:
                 outcome = _outcome(step)
         except Exception:
             # A user's module may raise anything where nothing is selected.
-            continue
+            return True
         if not _are_finite(outcome):
-            continue
+            return True
         try:
-            with built_in.replaced(step), selections.installed(step, turned=turned), _Masks(change) as selected:
+            with built_in.replaced(step), selections.installed(step, ways=ways), _Masks(change) as selected:
                 both = _outcome(step)
         except (Exception, CannotSelectError):
             # The side that is not taken may fail.
             return False
         if not _are_same_masks(change, natural.times, selected.times):
-            continue
+            return True
         if not all(are_close(tensor, both[name]) for name, tensor in outcome.items()):
             return False
-        seen |= {(line_of(place), answer) for place, answers in natural.answered.items() for answer in answers}
-        seen |= {(guard, one.answer) for guard, several in found.items() for one in several}
-    return wanted <= seen
+        seen.update((line_of(place), answer) for place, answers in natural.answered.items() for answer in answers)
+        seen.update((guard, one.answer) for guard, several in found.items() for one in several)
+        return True
+
+    if not all(is_alike(change, {}) for change in changes[:1]):
+        return False
+    own = {place: [answer for answer in (False, True) if (one, answer) in seen] for one, place in conditions.items()}
+    together: dict[Line, dict[Line | Spot, None]] = defaultdict(dict)
+    for place in own:
+        together[place[:2]][place] = None
+    # Besides, those within sides that the batch does not take.
+    decided = [(code.co_filename, line) for code, several in selections.lines.items() for line in several]
+    own |= {line: [] for line in decided if line not in together}
+    trials: Iterable[tuple[_Change, Ways]] = itertools.chain(
+        ((change, {}) for change in changes[1:]),
+        ((_Change(), ways) for ways in together.values()),
+        ((_Change(), ways) for ways in _joint_ways(own)),
+    )
+    if not all(is_alike(*trial) for trial in trials):
+        return False
+    trials = itertools.chain(
+        # As those above may miss what several conditions, one after the other, are about.
+        ((_Change([mask], full=full), {}) for mask in observed.masks[:_MOST_ALONE] for full in (False, True)),
+        ((_Change(tuple(observed.masks), first=True), {}) for _ in observed.masks[:1]),
+        # As those of an `elif`, which is asked if the one before goes the other way round.
+        (
+            (_Change(), dict.fromkeys(turned))
+            for count in (1, 2)
+            for turned in itertools.combinations(conditions.values(), count)
+            if not {conditions[one] for one, _ in wanted - seen}.isdisjoint(turned)
+        ),
+    )
+    return all(wanted <= seen or is_alike(*trial) for trial in trials) and wanted <= seen
+
+
+def _joint_ways(own: Mapping[Line | Spot, Sequence[bool]]) -> Iterator[Ways]:
+    """Yield how conditions go in runs in which each two of them go all four ways: what two sides do may matter jointly.
+
+    Args:
+        own: how each has gone in the module's own run; runs that differ from it by one condition are left out.
+    """
+    places = list(own)
+    count = next(one for one in itertools.count(1) if math.comb(one, one // 2) >= len(places))
+    # No set of this size holds another one.
+    sets = list(itertools.combinations(range(count), count // 2))
+    rows = [dict.fromkeys(places, way) for way in (False, True)]
+    if len(places) > 1:
+        rows += [{place: number in one for place, one in zip(places, sets, strict=False)} for number in range(count)]
+    for ways in rows:
+        if sum(own[place] != [way] for place, way in ways.items()) > 1 or any(len(one) > 1 for one in own.values()):
+            yield ways
 
 
 def _are_same_masks(change: _Change, times: Mapping[_Where, int], others: Mapping[_Where, int]) -> bool:
@@ -562,19 +597,19 @@ class _Masks(TorchFunctionMode):
     Args:
         change: what is other than in the module's own run.
         answers: how conditions at some places go.
-        turned: lines and spots in which they go the other way round.
+        ways: how conditions go at some.
     """
 
     def __init__(
         self,
         change: _Change = _UNCHANGED,
         answers: Mapping[Place, bool] | None = None,
-        turned: Collection[Line | Spot] = (),
+        ways: Ways = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.answered: dict[Place, set[bool]] = defaultdict(set)
         self.groups = False
-        self._change, self._turned = change, frozenset(turned)
+        self._change, self._ways = change, ways
         self.asked: dict[Place, list[tuple[Made | None, bool] | None]] = {}
         self.selected: dict[Made, None] = {}
         self.masks: list[Made] = []
@@ -598,7 +633,7 @@ class _Masks(TorchFunctionMode):
         if func in ASKS and (func is not torch.Tensor.item or isinstance(result, bool)):
             place = caller()
             self.asked.setdefault(place, []).append(self._meaning(args[0]))
-            answer = self._answers.get(place, result != (bool(self._turned) and line_of(place) in self._turned))
+            answer = self._answers.get(place, going(result, self._ways, line_of(place)) if self._ways else result)
             self.answered[place].add(answer)
             return answer
         if isinstance(result, Tensor) and not result.is_floating_point() and not result.is_complex():

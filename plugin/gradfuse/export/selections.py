@@ -19,7 +19,7 @@ import dataclasses
 import inspect
 import operator
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ _LEFT_OUT = object()
 """What stands for an element that a list does not have."""
 
 _DROPOUTS = frozenset(("dropout", "dropout_"))
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 Line = tuple[str, int]
 """A file, and a line of it."""
@@ -66,6 +67,9 @@ _Exists = tuple[int, bool]
 
 Spot = tuple[str, int, int]
 """File, line and column of a condition on numbers."""
+
+Ways = Mapping[Line | Spot, bool | None]
+"""How conditions go in a run that have other answers there; None: the other way round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +154,15 @@ class Selections:
 
     @contextlib.contextmanager
     def installed(
-        self, step: TorchStep, trial: Trial | None = None, turned: Collection[Line | Spot] = ()
+        self, step: TorchStep, trial: Trial | None = None, ways: Ways = MappingProxyType({})
     ) -> Iterator[Decisions]:
-        """Let the functions compute both sides; decisions in some lines are turned the other way round."""
+        """Let the functions compute both sides; some decisions go other ways."""
         functions = functions_of(self.codes, step)
         changed = [(function, code) for code in self.codes for function in functions[id(code)]]
         namespaces = [function.__globals__ for function, _ in changed]
         found = Found()
         decisions = Decisions(
-            step, self.written, found, trial, self.assumed, self.codes.values(), gated=self.gated, turned=turned
+            step, self.written, found, trial, self.assumed, self.codes.values(), gated=self.gated, ways=ways
         )
         try:
             for namespace in namespaces:
@@ -183,12 +187,14 @@ class Found(TorchFunctionMode):
     Attributes:
         undrawn: how many dropouts had empty inputs, for which PyTorch draws no numbers.
         sizes: those of all that was selected by values.
+        data: by their ids, tensors whose `.data` was taken, where writes do not count as those of the tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.undrawn = 0
         self.sizes: list[Any] = []
+        self.data: dict[int, Tensor] = {}
         # With the indices themselves, so that no other tensor gets their id; written into, they are others.
         self._vectors: dict[int, tuple[Tensor, Tensor, tuple[int, int]]] = {}
 
@@ -197,6 +203,8 @@ class Found(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         first = args[0] if args and isinstance(args[0], Tensor) else None
         vector = None
+        if func == _DATA:
+            self.data[id(args[0])] = args[0]
         if name in _DROPOUTS and first is not None:
             self.undrawn += _is_undrawn(*args, **(kwargs or {}))
         if name == "nonzero" or (name == "where" and len(args) == 1 and not kwargs):
@@ -269,10 +277,10 @@ class Decisions:
         codes: Iterable[CodeType] = (),
         *,
         gated: bool = False,
-        turned: Collection[Line | Spot] = (),
+        ways: Ways = MappingProxyType({}),
     ) -> None:
         self.step = step
-        self.turned = frozenset(turned)
+        self._ways = ways
         self._assumed = assumed or {}
         self._codes = list(codes)
         self.gated = gated
@@ -401,15 +409,21 @@ class Decisions:
         if compared is None or other is None:
             raise CannotSelectError("a condition")
         condition = compared != 0 if name == "truth" else getattr(operator, name)(compared, other)
-        return self.condition(~condition if spot in self.turned else condition)
+        return self._going(condition, spot)
 
     def condition(self, value: Any) -> Any:
-        """Return what is tested; the other way round, if this is one of the lines."""
+        """Return what is tested, as it goes in this run."""
         if holds_some(value):
-            value = is_filled(value)
-        if self.turned and isinstance(value, Tensor) and value.numel() == 1 and _calling_line() in self.turned:
-            return value.reshape([]) == 0
+            return is_filled(value)
+        if self._ways and isinstance(value, Tensor) and value.numel() == 1:
+            return self._going(value, _calling_line())
         return value
+
+    def _going(self, condition: Tensor, place: Line | Spot) -> Tensor:
+        if place not in self._ways:
+            return condition
+        way = self._ways[place]
+        return condition.reshape([]) == 0 if way is None else torch.full([], way)
 
     def is_none(self, value: Any) -> Any:
         """Return whether something is None, as a tensor if that depends on decisions."""
@@ -612,6 +626,7 @@ class _Decision:
         for side in (True, False):
             self._held = _held(self._before, self._step) if self._all.surveys else []
             self._copies = {name: tensor.clone() for name, tensor in self._buffers.items()}
+            self._versions = {name: private.version(tensor) for name, tensor in self._copies.items()}
             self._step.place(self._copies)
             self._taken = self.condition if side else self.condition.logical_not()
             if self._draws:
@@ -712,13 +727,23 @@ class _Decision:
         """Return the buffers that a side has written, as it left them."""
         after = {name: self._step.places[name][0].tensor() for name in self._buffers}
         if self._all.surveys:
+            # Also those that hold what they held, as a counter that is set to 0 in a fresh module.
             after = {
                 name: tensor
                 for name, tensor in after.items()
-                if tensor is not self._copies[name] or not torch.equal(tensor, self._buffers[name])
+                if tensor is not self._copies[name]
+                or private.version(tensor) != self._versions[name]
+                or id(tensor) in self._all.found.data
+                or not torch.equal(tensor, self._buffers[name])
             }
             self._all.note(self._number, buffers=after)
         return after
+
+
+def going(answer: bool, ways: Ways, place: Line | Spot) -> bool:
+    """Return how a condition goes in a run that has other answers in some places."""
+    way = ways.get(place, answer)
+    return not answer if way is None else way
 
 
 def _calling_line() -> Line:
