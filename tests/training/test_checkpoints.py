@@ -145,6 +145,33 @@ def test_files_are_written_one_after_the_other(
     assert TrainingSession(step).load(path) == {"which": "newer" if then == "save" else "older"}
 
 
+def test_a_thread_that_waits_does_not_end_the_wait_for_a_later_file(
+    step: TrainingStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, path = TrainingSession(step), tmp_path / "state.safetensors"
+    first = Gate(monkeypatch)
+    session.save(path, wait=False, extra={"which": "older"})
+    assert first.reached.wait(60)
+    second, original, joined = Gate(monkeypatch), threading.Thread.join, threading.Event()
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        original(thread, timeout)
+        if threading.current_thread() is waiting:
+            joined.set()
+            assert second.reached.wait(60)
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    waiting = threading.Thread(target=session.wait)
+    waiting.start()
+    first.opened.set()
+    assert joined.wait(60)
+    session.save(path, wait=False, extra={"which": "newer"})
+    original(waiting)
+    threading.Timer(0.2, second.opened.set).start()
+    session.wait()
+    assert TrainingSession(step).load(path) == {"which": "newer"}
+
+
 @contextlib.contextmanager
 def full_disk(size: int) -> Iterator[None]:
     """No file may grow beyond a size."""

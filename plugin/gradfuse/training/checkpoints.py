@@ -105,17 +105,18 @@ class BackgroundWork:
         weakref.finalize(owner, self._abandon)
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin some work, after the previous work has ended."""
+        """Begin some work, after the previous work has ended; one thread at a time may call this."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(work,), name="gradfuse checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the end of the work, and raise its error, once."""
+        """Wait for the end of the work, and raise its error, once; any thread may, also while another begins some."""
+        # Nothing is written here: another thread may have begun new work by the end of this.
+        thread = self._thread
         # A signal's handler may have raised before the thread was started.
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join()
-        self._thread = None
+        if thread is not None and thread.ident is not None:
+            thread.join()
         self.raise_error()
 
     def raise_error(self) -> None:
@@ -123,7 +124,9 @@ class BackgroundWork:
         if self._error is not None:
             with self._lock:
                 error, self._error = self._error, None
-            raise error
+            # Another thread may have raised it.
+            if error is not None:
+                raise error
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
