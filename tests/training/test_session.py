@@ -642,7 +642,7 @@ def test_a_damaged_file_changes_nothing(step: TrainingStep, tmp_path: Path) -> N
         ({"inputs": ["q"]}, "the step has no value for the input 'x'; expected one"),
         ({"inputs": ["x", "q"]}, "the step has 'q', which is no input of its model; expected only inputs"),
         ({"inputs": ["x", "x"]}, "the step has 'x' in 2 places; expected one"),
-        ({"parameters": ["q"]}, "is not a training step saved by gradfuse"),
+        ({"parameters": ["q"]}, "has no value for 'q'; expected one, as 'gradfuse.training_step' in its metadata says"),
         ({"hyperparameters": []}, "the step has no value for the input 'learning_rate'; expected one"),
         ({"state_dict": {"a": "q"}}, "the step has no value for 'a' of its state_dict; expected one"),
         ({"state_dict": [1]}, "is not a training step saved by gradfuse"),
@@ -665,6 +665,49 @@ def test_saved_steps_whose_metadata_lie_are_refused(
     with pytest.raises(ModelError, match=r"step\.onnx: ") as error:
         TrainingSession(path)
     assert message in str(error.value)
+
+
+def test_a_file_whose_loss_reads_a_copy_of_a_parameter_is_refused(step: TrainingStep, tmp_path: Path) -> None:
+    """As where equal weights are merged: its updates would change what nothing reads."""
+    path = tmp_path / "step.onnx"
+    step.save(path)
+    model = onnx.load(path)
+    (weight,) = (one for one in model.graph.initializer if one.name == "norm.bias")
+    model.graph.initializer.add().CopyFrom(weight)
+    model.graph.initializer[-1].name = "copy"
+    for node in model.graph.node:
+        if not node.name.startswith("optimizer"):
+            node.input[:] = ["copy" if name == "norm.bias" else name for name in node.input]
+    onnx.save(model, path)
+    with pytest.raises(ModelError, match=r"step\.onnx: the loss does not depend on 'norm\.bias' any more; expected"):
+        TrainingSession(path)
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, and a constant that is NaN."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, dtype=dtype), nn.Linear(4, 4, dtype=dtype)
+        self.second.weight = self.first.weight
+        self.register_buffer("unset", torch.full((2,), torch.nan, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_nan_can_be_loaded_again(dtype: torch.dtype, tmp_path: Path) -> None:
+    module, x = Tied(dtype), torch.ones(3, 4, dtype=dtype)
+    step = export_training_step(module, F.cross_entropy, (x, Y[:3]), torch.optim.SGD(module.parameters(), lr=0.1))
+    session = TrainingSession(step)
+    session.load_state_dict(module.state_dict())
+    session.step(x * torch.nan, Y[:3])
+    state = session.state_dict()
+    assert all(np.isnan(array).all() for array in state.values())
+    session.load_state_dict(state)
+    session.save(tmp_path / "state.safetensors")
+    session.load(tmp_path / "state.safetensors")
 
 
 def test_steps_without_all_values_are_refused(step: TrainingStep) -> None:

@@ -336,7 +336,7 @@ def _loss_first(graph: ir.Graph, loss: ir.Value) -> None:
     Both read the log-probabilities, which may be the largest tensor of a step. onnxruntime would run the loss last, and
     keep them until then; their gradient reuses their memory if nothing reads them later.
     """
-    ahead = _ancestors(loss)
+    ahead = ancestors(loss)
     late: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
         if node.domain != DOMAIN or node.op_type != "CrossEntropyLossGrad" or node in ahead:
@@ -351,7 +351,7 @@ def _loss_first(graph: ir.Graph, loss: ir.Value) -> None:
         graph.sort()
 
 
-def _ancestors(value: ir.Value) -> set[ir.Node]:
+def ancestors(value: ir.Value) -> set[ir.Node]:
     """Return the nodes of the graph that a value is computed by."""
     found: set[ir.Node] = set()
     rest = [value.producer()]

@@ -197,7 +197,8 @@ class TrainingSession:
         }
         self._values: tuple[dict[str, Any], dict[str, Any]] = kept, {**kept, **other}
         loss = step.own_name(LOSS)
-        self._loss = self._allocate(loss, outputs[loss], ("cpu", 0))
+        # A program that infers shapes may have given the output another one.
+        self._loss = self._allocate(loss, TensorType(outputs[loss].dtype, ()), ("cpu", 0))
         gradients = {name: step.own_name(name + GRADIENT_SUFFIX) for name in step.parameters}
         self._gradients = {
             name: self._allocate(output, outputs[output], self._device)
@@ -1101,14 +1102,14 @@ class TrainingSession:
             wanted = self._inputs[source] if known is None else TensorType(known.dtype, known.shape)
             array = array_like(wanted, state_dict[name], f"{where}: {name!r}")
             if known is not None:
-                if not (array.dtype == known.dtype and np.array_equal(array, known)):
+                if not (array.dtype == known.dtype and _are_equal(array, known)):
                     raise ArgumentError(
                         f"{where}: {name!r} is a constant of the model; expected its value, or a step made with "
                         "frozen_inputs=True"
                     )
                 continue
             array = self._fitting(source, array, method, name)
-            if source in arrays and not np.array_equal(arrays[source], array, equal_nan=array.dtype.kind == "f"):
+            if source in arrays and not _are_equal(arrays[source], array):
                 raise ArgumentError(f"{where}: {name!r} differs from {source!r}; expected equal values, as tied")
             arrays[source] = array
         return arrays
@@ -1136,6 +1137,11 @@ def _types(model: PlainModel) -> tuple[dict[str, TensorType], dict[str, TensorTy
         for of in (model.inputs, model.outputs)
     )
     return inputs, outputs
+
+
+def _are_equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    """Whether arrays of one type have the same numbers, NaN included."""
+    return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc" or ort_values.is_bfloat16(one.dtype))
 
 
 def _extent(array: npt.NDArray[Any]) -> tuple[int, int]:

@@ -55,6 +55,8 @@ _EVALUATION_FILE, _VALUES_FILE = "evaluation_model", "values"
 """Where the metadata name the files beside a step."""
 _INDEX_RANGES = "index_ranges"
 _FROZEN = "frozen"
+_READ = "read"
+"""Where the metadata name the parameters and frozen weights that the loss depends on."""
 _TENSORS = ("parameters", "buffers", _FROZEN, "optimizer_state", "hyperparameters", "constants")
 """The fields of a step that hold arrays by name; all but the constants are inputs of its model."""
 
@@ -193,6 +195,7 @@ class TrainingStep:
             GradfuseError: `defaults` is False, and safetensors is not installed.
         """
         model = ir.from_proto(self.model)
+        read = _inputs_of(model.graph, self.own_name(LOSS))
         by_name = {str(value.name): value for value in model.graph.inputs}
         for field in _TENSORS:
             arrays = getattr(self, field)
@@ -230,6 +233,8 @@ class TrainingStep:
                 "own_names": dict(self.own_names),
                 "outputs": self.output_names,
                 "carried": self.carried,
+                # Not buffers: a normalisation by the batch's statistics has the running ones as inputs.
+                _READ: [name for name in (*self.parameters, *self.frozen) if name in read],
                 _EVALUATION_FILE: None if self.evaluation_model is None else os.path.basename(evaluation),
                 _VALUES_FILE: None if defaults else os.path.basename(beside),
             }
@@ -333,7 +338,7 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
         if stored.values_file is not None:
             defaults |= _read_values(path, stored.values_file, model, names)
         arrays: dict[str, Any] = {
-            field: {n: defaults[n] if n in defaults else _array(initializers[n]) for n in own}
+            field: {n: defaults[n] if n in defaults else _array(initializers, n, path) for n in own}
             for field, own in names.items()
         }
     for field, own in names.items():
@@ -355,6 +360,13 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
         model=tensors.to_mapped_proto(model), evaluation_model=evaluation_model, **arrays, **stored.fields
     )
     step.require_consistent(os.fspath(path))
+    read = _inputs_of(model.graph, step.own_name(LOSS))
+    for name in stored.read:
+        if name not in read:
+            raise ModelError(
+                f"{os.fspath(path)}: the loss does not depend on {name!r} any more; "
+                "expected the model as it was saved, which another program has changed"
+            )
     return step, _read_from(path, stored.values_file)
 
 
@@ -394,7 +406,10 @@ def load_plain(path: str | os.PathLike[str]) -> PlainStep:
                 if stored.values_file is not None and name in model.inputs and name not in values:
                     beside, of = _beside(path, stored.values_file), os.fspath(path)
                     raise ModelError(f"{beside}: {name!r} is missing; expected all values of {of}")
-            arrays[field] = {name: values[name] if name in values else model.array(name) for name in own}
+            try:
+                arrays[field] = {name: values[name] if name in values else model.array(name) for name in own}
+            except KeyError as error:
+                raise _no_value(path, str(error.args[0])) from error
     evaluation_model = None
     if stored.evaluation_file is not None and os.path.exists(_beside(path, stored.evaluation_file)):
         evaluation_model = plain_reading.read(_beside(path, stored.evaluation_file))
@@ -416,12 +431,14 @@ class _StoredStep:
     Attributes:
         names: the names of the tensors that each field of a step has.
         fields: the fields of a step that have no tensors.
+        read: the names of the weights that the loss depends on; files of older versions name none.
         evaluation_file: the name of the file of the evaluation model.
         values_file: the name of the file of the values.
     """
 
     names: dict[str, tuple[str, ...]]
     fields: dict[str, Any]
+    read: tuple[str, ...]
     evaluation_file: str | None
     values_file: str | None
 
@@ -452,7 +469,9 @@ def _stored_step(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> I
         }
         names = {field: _names(stored.get(field, []) if field == _FROZEN else stored[field]) for field in _TENSORS}
         fields["carried"] = tuple(name for name in _names(stored.get("carried", [])) if name in names["buffers"])
-        yield _StoredStep(names, fields, _file_beside(stored, _EVALUATION_FILE), _file_beside(stored, _VALUES_FILE))
+        read = _names(stored.get(_READ, []))
+        beside = (_file_beside(stored, key) for key in (_EVALUATION_FILE, _VALUES_FILE))
+        yield _StoredStep(names, fields, read, *beside)
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         if isinstance(error, GradfuseError):
             raise
@@ -594,11 +613,28 @@ def _write(content: bytes, path: str) -> None:
         file.write(content)
 
 
-def _array(value: ir.Value) -> npt.NDArray[Any]:
+def _inputs_of(graph: ir.Graph, output: str) -> set[str]:
+    """Return the names of the inputs of a graph that an output depends on."""
+    from gradfuse.training.in_place import ancestors, read_by
+
+    nodes = {node for value in graph.outputs if value.name == output for node in ancestors(value)}
+    read = {value for node in nodes for value in read_by(node)}
+    return {str(value.name) for value in graph.inputs if value in read}
+
+
+def _array(initializers: Mapping[str, ir.Value], name: str, path: str | os.PathLike[str]) -> npt.NDArray[Any]:
     """Return a copy of an initializer's elements."""
-    if value.const_value is None:
-        raise ValueError(f"{value.name!r} has no value")
+    value = initializers.get(name)
+    if value is None or value.const_value is None:
+        raise _no_value(path, name)
     return _compact(np.array(value.const_value.numpy()))
+
+
+def _no_value(path: str | os.PathLike[str], name: str) -> ModelError:
+    """Return what is raised where a program that has written the file anew has left a value out."""
+    return ModelError(
+        f"{os.fspath(path)}: has no value for {name!r}; expected one, as {METADATA_KEY!r} in its metadata says"
+    )
 
 
 def _compact(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
