@@ -683,6 +683,18 @@ def test_a_file_whose_loss_reads_a_copy_of_a_parameter_is_refused(step: Training
         TrainingSession(path)
 
 
+def test_a_file_with_another_constant_is_refused(step: TrainingStep, tmp_path: Path) -> None:
+    """It may be folded into others, and the evaluation model has one of its own."""
+    path = tmp_path / "step.onnx"
+    step.save(path)
+    model = onnx.load(path)
+    (weight,) = (one for one in model.graph.initializer if one.name == "frozen.bias")
+    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) + np.float32(1), weight.name))
+    onnx.save(model, path)
+    with pytest.raises(ModelError, match=r"step\.onnx: 'frozen\.bias' has other values than the step was made with"):
+        TrainingSession(path)
+
+
 class Tied(nn.Module):
     """Two layers of one weight, and a constant that is NaN."""
 

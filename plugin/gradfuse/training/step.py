@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ _INDEX_RANGES = "index_ranges"
 _FROZEN = "frozen"
 _READ = "read"
 """Where the metadata name the parameters and frozen weights that the loss depends on."""
+_CHECKSUMS = "checksums"
+"""Where the metadata have a checksum of each constant."""
 _TENSORS = ("parameters", "buffers", _FROZEN, "optimizer_state", "hyperparameters", "constants")
 """The fields of a step that hold arrays by name; all but the constants are inputs of its model."""
 
@@ -235,6 +238,7 @@ class TrainingStep:
                 "carried": self.carried,
                 # Not buffers: a normalisation by the batch's statistics has the running ones as inputs.
                 _READ: [name for name in (*self.parameters, *self.frozen) if name in read],
+                _CHECKSUMS: {name: _checksum(array) for name, array in self.constants.items()},
                 _EVALUATION_FILE: None if self.evaluation_model is None else os.path.basename(evaluation),
                 _VALUES_FILE: None if defaults else os.path.basename(beside),
             }
@@ -341,6 +345,7 @@ def load_with_files(path: str | os.PathLike[str]) -> tuple[TrainingStep, list[st
             field: {n: defaults[n] if n in defaults else _array(initializers, n, path) for n in own}
             for field, own in names.items()
         }
+    stored.require_unchanged(path, arrays["constants"])
     for field, own in names.items():
         for name in own:
             value = initializers.get(name)
@@ -410,6 +415,7 @@ def load_plain(path: str | os.PathLike[str]) -> PlainStep:
                 arrays[field] = {name: values[name] if name in values else model.array(name) for name in own}
             except KeyError as error:
                 raise _no_value(path, str(error.args[0])) from error
+    stored.require_unchanged(path, arrays["constants"])
     evaluation_model = None
     if stored.evaluation_file is not None and os.path.exists(_beside(path, stored.evaluation_file)):
         evaluation_model = plain_reading.read(_beside(path, stored.evaluation_file))
@@ -432,6 +438,7 @@ class _StoredStep:
         names: the names of the tensors that each field of a step has.
         fields: the fields of a step that have no tensors.
         read: the names of the weights that the loss depends on; files of older versions name none.
+        checksums: those of constants, by name; files of older versions have none.
         evaluation_file: the name of the file of the evaluation model.
         values_file: the name of the file of the values.
     """
@@ -439,8 +446,18 @@ class _StoredStep:
     names: dict[str, tuple[str, ...]]
     fields: dict[str, Any]
     read: tuple[str, ...]
+    checksums: dict[str, int]
     evaluation_file: str | None
     values_file: str | None
+
+    def require_unchanged(self, path: str | os.PathLike[str], constants: Arrays) -> None:
+        """Refuse constants with other values than the step had: other tensors are computed of them, in two models."""
+        for name, checksum in self.checksums.items():
+            if name in constants and _checksum(constants[name]) != checksum:
+                raise ModelError(
+                    f"{os.fspath(path)}: {name!r} has other values than the step was made with; expected these, or a "
+                    "step made with frozen_inputs=True"
+                )
 
 
 @contextlib.contextmanager
@@ -471,7 +488,7 @@ def _stored_step(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> I
         fields["carried"] = tuple(name for name in _names(stored.get("carried", [])) if name in names["buffers"])
         read = _names(stored.get(_READ, []))
         beside = (_file_beside(stored, key) for key in (_EVALUATION_FILE, _VALUES_FILE))
-        yield _StoredStep(names, fields, read, *beside)
+        yield _StoredStep(names, fields, read, dict(stored.get(_CHECKSUMS, {})), *beside)
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         if isinstance(error, GradfuseError):
             raise
@@ -628,6 +645,10 @@ def _array(initializers: Mapping[str, ir.Value], name: str, path: str | os.PathL
     if value is None or value.const_value is None:
         raise _no_value(path, name)
     return _compact(np.array(value.const_value.numpy()))
+
+
+def _checksum(array: npt.NDArray[Any]) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _no_value(path: str | os.PathLike[str], name: str) -> ModelError:
