@@ -374,6 +374,9 @@ def test_sides_may_select_other_numbers_of_elements() -> None:
 class Streaks(nn.Module):
     """Counts batches since one with a positive mean, from 0 on, where setting that to 0 changes nothing."""
 
+    streak: Tensor
+    total: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, 4)

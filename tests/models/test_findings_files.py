@@ -272,7 +272,7 @@ def test_a_model_beside_its_input_takes_no_data_file_of_it(run: Run, weights: on
 
 def test_a_saved_step_replaces_no_other_model(tmp_path: Path) -> None:
     model = small_models.forward()
-    arrays = {"b": np.zeros(1, np.float32)}
+    arrays = {"b": np.full(1, 0.5, np.float32)}
     loss = onnx.ModelProto()
     loss.CopyFrom(model)
     loss.graph.output[0].name = loss.graph.node[-1].output[0] = "loss"
