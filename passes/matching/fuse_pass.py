@@ -18,7 +18,7 @@ from gradfuse.passes.matching.context import Context, ContextPass
 from gradfuse.passes.matching.cost import Cost, cost_of
 from gradfuse.passes.matching.graphs import TOLERANCE, VIEWS, names_of
 from gradfuse.passes.matching.outer_factor import multiplied, outer_factor, without_outer_factor
-from gradfuse.passes.matching.rewrite import Mismatch, Rewrite, anchor_of, apply, superfluous
+from gradfuse.passes.matching.rewrite import Mismatch, Rewrite, anchor_of, apply, behind_roots, superfluous
 from gradfuse.passes.matching.site import Site
 from gradfuse.passes.progress import counted
 from gradfuse.passes.proving import Refuted, Unproved, prove
@@ -198,7 +198,7 @@ class FusePass(ContextPass):
             raise Mismatch("another output of its node is in use")
         if (refusal := self.refusal(site, match.rewrite)) is not None:
             raise Mismatch(refusal)
-        if all(n.domain == "" and n.op_type in VIEWS | {"Cast"} for n in match.dead):
+        if all(n.domain == "" and n.op_type in VIEWS | {"Cast"} for n in behind_roots(match.rewrite, match.dead)):
             return False  # The arithmetic lives on for another consumer, which is a root of its own.
         if self.policy == "profitable" and not match.after.pays(match.before):
             raise _Unprofitable(match)

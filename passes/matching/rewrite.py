@@ -149,6 +149,18 @@ def superfluous(site: Site, rewrite: Rewrite) -> list[ir.Node]:
     return list(dead)
 
 
+def behind_roots(rewrite: Rewrite, dead: Collection[ir.Node]) -> set[ir.Node]:
+    """Those of superfluous nodes that the roots are computed of; the others read what goes, and nothing reads them."""
+    rest, found, todo = set(dead), set[ir.Node](), [root for root, _ in rewrite.replaced]
+    while todo:
+        node = todo.pop().producer()
+        if node is not None and node in rest:
+            rest.remove(node)
+            found.add(node)
+            todo += [v for one in (node, *nodes_in(node)) for v in one.inputs if v is not None]
+    return found
+
+
 def _unread_behind(site: Site, value: ir.Value, gone: Collection[ir.Node]) -> list[ir.Node]:
     """What nothing reads that is computed of a value."""
     found, todo = dict[ir.Node, None](), [value]
