@@ -376,21 +376,29 @@ class Streaks(nn.Module):
 
     streak: Tensor
     total: Tensor
+    first: Tensor
+    second: Tensor
+    third: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, 4)
         self.register_buffer("streak", torch.zeros(()))
-        self.register_buffer("total", torch.zeros(4))
+        for name in ("total", "first", "second", "third"):
+            self.register_buffer(name, torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
         if x[:, 0].mean() > 0:
             self.streak.zero_()
             self.total.data.zero_()
+            torch._foreach_zero_([self.first])
+            self.second.data = torch.zeros_like(self.second)
+            self.third[:].data.zero_()
         self.streak += 1
-        self.total += self.streak
+        for counted in (self.total, self.first, self.second, self.third):
+            counted += self.streak
         y: Tensor = self.layer(x)
-        return y * self.streak * self.total
+        return y * self.streak * self.total + self.first * self.second - self.third
 
 
 def test_a_side_may_set_a_buffer_to_what_it_is() -> None:

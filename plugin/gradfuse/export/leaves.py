@@ -114,8 +114,12 @@ class WrittenData(TorchFunctionMode):
         self._read: list[tuple[Tensor, Tensor]] = []
 
     def __contains__(self, tensor: Tensor) -> bool:
-        written = [*self._set, *(owner for owner, data in self._read if private.version(data))]
-        return any(one is tensor for one in written)
+        return self.writes_into(tensor) > 0
+
+    def writes_into(self, tensor: Tensor) -> int:
+        """Return a number that grows with each of these writes into a tensor, or into a view of it."""
+        times = [(one, 1) for one in self._set] + [(owner, private.version(data)) for owner, data in self._read]
+        return sum(count for one, count in times if one is tensor or one._base is tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A module that is converted to the type that it has sets what is there.

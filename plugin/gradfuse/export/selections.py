@@ -41,6 +41,7 @@ from gradfuse.export.chosen import (
     unfolded,
 )
 from gradfuse.export.functions import functions_of, is_within, outermost
+from gradfuse.export.leaves import WrittenData
 from gradfuse.export.rewriting import CannotSelectError, MoreToRewriteError
 from gradfuse.export.torch_step import TorchStep
 from gradfuse.training.step import DROPOUT_SEED
@@ -57,7 +58,6 @@ _LEFT_OUT = object()
 """What stands for an element that a list does not have."""
 
 _DROPOUTS = frozenset(("dropout", "dropout_"))
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 Line = tuple[str, int]
 """A file, and a line of it."""
@@ -169,7 +169,8 @@ class Selections:
                 namespace[rewriting.HELPER] = decisions
             for function, code in changed:
                 function.__code__ = self.codes[code]
-            with found, size_numbers.called_in(namespaces):
+            noted = decisions.written_data if decisions.surveys else contextlib.nullcontext()
+            with found, noted, size_numbers.called_in(namespaces):
                 try:
                     yield decisions
                 finally:
@@ -187,14 +188,12 @@ class Found(TorchFunctionMode):
     Attributes:
         undrawn: how many dropouts had empty inputs, for which PyTorch draws no numbers.
         sizes: those of all that was selected by values.
-        data: by their ids, tensors whose `.data` was taken, where writes do not count as those of the tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.undrawn = 0
         self.sizes: list[Any] = []
-        self.data: dict[int, Tensor] = {}
         # With the indices themselves, so that no other tensor gets their id; written into, they are others.
         self._vectors: dict[int, tuple[Tensor, Tensor, tuple[int, int]]] = {}
 
@@ -203,8 +202,6 @@ class Found(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         first = args[0] if args and isinstance(args[0], Tensor) else None
         vector = None
-        if func == _DATA:
-            self.data[id(args[0])] = args[0]
         if name in _DROPOUTS and first is not None:
             self.undrawn += _is_undrawn(*args, **(kwargs or {}))
         if name == "nonzero" or (name == "where" and len(args) == 1 and not kwargs):
@@ -261,6 +258,7 @@ class Decisions:
     Attributes:
         written: for each decision that was made what its sides write.
         surveys: whether that is to be found out.
+        written_data: what notes writes that PyTorch's versions do not tell, as that is found out.
         open: how many loops over what was found are within one of their iterations.
         left_out: how many rounds a trial has left out.
         gated: whether gradients of a side that is not taken end where it begins, once that is found out.
@@ -299,8 +297,26 @@ class Decisions:
         self.open = 0
         self.found = found
         self.surveys = written is None
+        self.written_data = WrittenData()
         self.written = [] if written is None else list(written)
         self._count = 0
+
+    def version(self, tensor: Tensor) -> int:
+        """Return a number that grows with each write into a tensor, while it is found out what sides write."""
+        return private.version(tensor) + self.written_data.writes_into(tensor)
+
+    def held(self, variables: Mapping[str, Any]) -> list[tuple[Any, int | None]]:
+        """Return what sides must leave as it is, in variables, lists and modules: objects, and versions of tensors."""
+        modules = [one for one in (self.step.module, self.step.loss) if isinstance(one, torch.nn.Module)]
+        held: list[Any] = []
+        for value in (*variables.values(), *(vars(part) for one in modules for part in one.modules())):
+            if isinstance(value, Tensor):
+                held.append(value)
+            elif isinstance(value, (list, set)):
+                held += [value, *value]
+            elif isinstance(value, dict):
+                held += [value, *value.keys(), *value.values()]
+        return [(one, self.version(one) if isinstance(one, Tensor) else None) for one in held]
 
     def begun(self) -> int:
         """Return the number of a decision that begins."""
@@ -624,9 +640,9 @@ class _Decision:
         self._all.open += self._of_candidate
         self._sizes = len(self._all.found.sizes)
         for side in (True, False):
-            self._held = _held(self._before, self._step) if self._all.surveys else []
+            self._held = self._all.held(self._before) if self._all.surveys else []
             self._copies = {name: tensor.clone() for name, tensor in self._buffers.items()}
-            self._versions = {name: private.version(tensor) for name, tensor in self._copies.items()}
+            self._versions = {name: self._all.version(tensor) for name, tensor in self._copies.items()}
             self._step.place(self._copies)
             self._taken = self.condition if side else self.condition.logical_not()
             if self._draws:
@@ -666,7 +682,7 @@ class _Decision:
             if not self._all.surveys:
                 raise CannotSelectError("what is empty")
             self._all.note(self._number, fails=True)
-        if self._all.surveys and not _are_same(self._held, _held(self._before, self._step), changed.values()):
+        if self._all.surveys and not _are_same(self._held, self._all.held(self._before), changed.values()):
             raise CannotSelectError("something that is changed in place")
         self._sides.append(({name: after[name] for name in self._names if name in after}, self._written()))
         if len(self._sides) == 1:
@@ -718,7 +734,7 @@ class _Decision:
         changed = {
             name: tensor
             for name, tensor in self._variables.items()
-            if private.version(tensor) != versions[id(tensor)] or not torch.equal(tensor, self._contents[name])
+            if self._all.version(tensor) != versions[id(tensor)] or not torch.equal(tensor, self._contents[name])
         }
         self._all.note(self._number, variables=changed)
         return changed
@@ -732,8 +748,7 @@ class _Decision:
                 name: tensor
                 for name, tensor in after.items()
                 if tensor is not self._copies[name]
-                or private.version(tensor) != self._versions[name]
-                or id(tensor) in self._all.found.data
+                or self._all.version(tensor) != self._versions[name]
                 or not torch.equal(tensor, self._buffers[name])
             }
             self._all.note(self._number, buffers=after)
@@ -790,20 +805,6 @@ def _fill(container: Any, contents: Any) -> None:
         one is not other for one, other in zip(container, contents, strict=True)
     ):
         container[:] = contents
-
-
-def _held(variables: Mapping[str, Any], step: TorchStep) -> list[tuple[Any, int | None]]:
-    """Return what sides must leave as it is, in variables, lists and modules: objects, and versions of tensors."""
-    modules = [one for one in (step.module, step.loss) if isinstance(one, torch.nn.Module)]
-    held: list[Any] = []
-    for value in (*variables.values(), *(vars(part) for one in modules for part in one.modules())):
-        if isinstance(value, Tensor):
-            held.append(value)
-        elif isinstance(value, (list, set)):
-            held += [value, *value]
-        elif isinstance(value, dict):
-            held += [value, *value.keys(), *value.values()]
-    return [(one, private.version(one) if isinstance(one, Tensor) else None) for one in held]
 
 
 def _are_same(
