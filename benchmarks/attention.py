@@ -1,13 +1,14 @@
-"""Measures both passes of attention, beside PyTorch and onnxruntime: `make bench-attention`.
+"""Measures both passes of attention, beside PyTorch, torch.compile and onnxruntime: `make bench-attention`.
 
     python benchmarks/attention.py [--only PATTERN] [--threads 1,2] [--rounds N] [--short] [--out FOLDER]
 
-One step is the output of attention and the gradients of queries, keys and values for a gradient of the output. Ours are
-ScaledDotProductAttention and its backward pass in onnxruntime; PyTorch's are F.scaled_dot_product_attention, which is a
-flash kernel where the case allows it, and autograd. The usual way in onnxruntime is MatMul, Softmax and MatMul, and for
-the gradients four MatMul and ScaledMaskedSoftmaxBackward; it has no dropout here, which would only add to it. All run
-alternately in one process, with threads that wait without spinning; times are medians, and ratios medians of the ratios
-of each round. Memory is how much a process of its own grows in a step, beyond inputs and results.
+One step is the output of attention and the gradients of queries, keys and values for a gradient of the output. Ours
+are ScaledDotProductAttention and its backward pass in onnxruntime; PyTorch's are F.scaled_dot_product_attention, which
+is a flash kernel where the case allows it, and autograd; torch.compile has the same function. The usual way in
+onnxruntime is MatMul, Softmax and MatMul, and for the gradients four MatMul and ScaledMaskedSoftmaxBackward; it has no
+dropout here, which would only add to it. All run alternately in one process, with threads that wait without spinning;
+times are medians, and ratios medians of the ratios of each round. Memory is how much a process of its own grows in a
+step, beyond inputs and results.
 
 Writes FOLDER/attention.md; a choice of cases, and --short, which takes a minute, only print.
 
@@ -45,7 +46,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 REST = 0.002
 """Seconds between two variants, after which no thread of the first still has work."""
-VARIANTS = ("gradfuse", "PyTorch", "onnxruntime")
+VARIANTS = ("gradfuse", "PyTorch", "torch.compile", "onnxruntime")
 LARGEST_SCORES = 1 << 29
 """Bytes of a tensor of all scores up to which today's way is measured: it holds four of them."""
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
@@ -231,15 +232,24 @@ def call_of(
     variant: str, case: Case, inputs: dict[str, Tensor], threads: int, outputs: dict[str, Tensor] | None = None
 ) -> Callable[[], Any]:
     """A step; PyTorch's gives its results, the others write theirs into `outputs`."""
-    if variant == "PyTorch":
+    if variant in ("PyTorch", "torch.compile"):
         torch.set_num_threads(threads)
         leaves = [inputs[name].clone().requires_grad_() for name in ("query", "key", "value")]
 
-        def step() -> tuple[Tensor, ...]:
-            output = torch.nn.functional.scaled_dot_product_attention(
-                leaves[0], leaves[1], leaves[2], attn_mask=inputs.get("mask"), is_causal=case.causal,
+        def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=inputs.get("mask"), is_causal=case.causal,
                 dropout_p=0.1 if case.dropout else 0.0, enable_gqa=bool(case.groups),
             )  # fmt: skip
+
+        called: Callable[..., Tensor] = attention
+        if variant == "torch.compile":
+            # What was compiled for another number of threads may not stay.
+            torch.compiler.reset()
+            called = torch.compile(attention)
+
+        def step() -> tuple[Tensor, ...]:
+            output = called(*leaves)
             return output, *torch.autograd.grad(output, leaves, inputs["grad"])
 
         return step
@@ -287,6 +297,8 @@ def growth_of(variant: str, case: Case, threads: int) -> float:
 
 def print_growth(variant: str, case: Case, threads: int) -> None:
     step = call_of(variant, case, inputs_of(case), threads)
+    if variant == "torch.compile":
+        step()  # What compiling takes is no part of a step.
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
     results = step()
@@ -328,9 +340,9 @@ def page(rows: list[Row]) -> str:
         f"PyTorch {about['torch']}. float32; milliseconds of both passes, ours over the others', and MiB that a "
         "process grows by in a step.",
         "",
-        "| batch x length, heads | threads | gradfuse | PyTorch | ratio | MatMul, Softmax | ratio | MiB | PyTorch | "
-        "MatMul, Softmax |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| batch x length, heads | threads | gradfuse | PyTorch | ratio | torch.compile | ratio | MatMul, Softmax | "
+        "ratio | MiB | PyTorch | torch.compile | MatMul, Softmax |",
+        f"|---|{'---:|' * 12}",
     ]
     return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in rows)]) + "\n"
 
